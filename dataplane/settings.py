@@ -22,7 +22,7 @@ from dataplane.base.machine import Machine, pwd_home, this_machine
 from dataplane.base.units import FILE_OR_NONE, SWITCH, WORDS, Setting, Value, fixed, raise_to
 from dataplane.model.config import NodeConfig
 from dataplane.model.errors import BudgetTooSmall, ConfigError
-from dataplane.rpc.address_kinds import ADDRESS, ADDRESS_OR_NONE, DATA_ADDRESS
+from dataplane.rpc.address_kinds import ADDRESS, ADDRESS_OR_NONE, DATA_ADDRESS, METRICS_ADDRESS
 
 # -- security settings -------------------------------------------------------------------------
 #
@@ -182,6 +182,13 @@ SETTINGS: tuple[Setting, ...] = (
         ADDRESS_OR_NONE,
         "the coordinator's address as trainers write it; by default the address it listens on, or "
         "the one joined",
+        fixed(""),
+    ),
+    Setting(
+        "metrics_listen",
+        METRICS_ADDRESS,
+        "where `dataplane serve` shows metrics to Prometheus, over HTTP, to those who have the "
+        "token; if not set, nowhere",
         fixed(""),
     ),
     *NEIGHBOUR_SETTINGS,

@@ -247,3 +247,9 @@ def hangs_later(columns: dict[str, Any]) -> dict[str, Any]:
         Path(os.environ["HUNG"]).write_text(str(os.getpid()))
         threading.Event().wait()
     return {"row": columns["row"]}
+
+
+def pauses(columns: Columns) -> Columns:
+    """Wait for a twentieth of a second."""
+    threading.Event().wait(0.05)
+    return columns

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 
 from msgspec import Struct, field
@@ -150,6 +150,8 @@ _FACT_LENGTH_MAX = 2000
 _PLAIN = re.compile(r"[^\s\"=]+")
 _traces: weakref.WeakSet[Trace] = weakref.WeakSet()
 _adding = threading.Lock()
+refusals = Counter[str]()
+"""How often somebody was refused something, by event, whether it is in the log or not."""
 
 
 def printable(text: str, *, of_lines: bool = False) -> str:
@@ -185,6 +187,8 @@ class Trace:
         """Somebody was refused something: a line for those who look for attacks. Lines are limited
         for each one that they are caused `by`, so that nobody hides behind the noise of others.
         """
+        with _adding:
+            refusals[event] += 1
         self._say(logging.WARNING, event, facts, by=by)
 
     def broke(self, event: str, *, by: BaseException | None = None, **facts: object) -> None:

@@ -44,6 +44,7 @@ from dataplane.rpc.messages import (
     Slab,
     StreamOpened,
     ToNodeBody,
+    Waited,
 )
 
 Bytes = npt.NDArray[np.uint8]
@@ -163,11 +164,11 @@ class Mount:
         self._slabs[slab.slab_id] = held
         return memory
 
-    def leave_stream(self, stream_id: int, cursor: int = 0) -> None:
-        """Tell the node, now or with the next message, that this stream is no longer read, and how
-        many samples all ranks have consumed.
+    def leave_stream(self, stream_id: int, cursor: int = 0, waited: Waited | None = None) -> None:
+        """Tell the node, now or with the next message, that this stream is no longer read, how many
+        samples all ranks have consumed, and how long the trainer has waited.
         """
-        self._left.append(CloseStream(stream_id, cursor))
+        self._left.append(CloseStream(stream_id, cursor, waited))
         self.flush()
 
     def flush(self) -> None:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import atexit
 import functools
 import multiprocessing.util
+import operator
 import os
 import threading
 import time
 import uuid
 import warnings
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 from msgspec import structs
 
@@ -25,7 +26,15 @@ from dataplane.client.endpoint import Endpoint
 from dataplane.client.launch import BegunNode
 from dataplane.client.mount import Mount, NoDevice, Pinning, close_all
 from dataplane.client.state import RunState
-from dataplane.client.statistics import NOT_YET, Opening, Recent, Statistics, Tally, sum_of
+from dataplane.client.statistics import (
+    NOT_YET,
+    Opening,
+    Recent,
+    Statistics,
+    Tally,
+    Waits,
+    sum_of,
+)
 from dataplane.client.waiting import Notice, Patience
 from dataplane.client.wire import NoAnswer, Wire
 from dataplane.model.changes import MIX, Changes, MixAt, changes_of, check_unchanged, mix_of_entry
@@ -40,7 +49,7 @@ from dataplane.model.errors import (
 from dataplane.model.ledger import LedgerEntry, LedgerMark
 from dataplane.model.records import MixHistory
 from dataplane.model.redact import unsigned
-from dataplane.rpc.messages import JobOpened, OpenJob, StageTimes, Welcome
+from dataplane.rpc.messages import JobOpened, OpenJob, StageTimes, Waited, Welcome
 from dataplane.settings import stall_timeout_s
 
 # Opening a job may index a dataset, which reads all of it once if its format has no index.
@@ -48,6 +57,7 @@ OPEN_TIMEOUT_S = 1800.0
 _GRACE_S = 2.0
 # In the middle of a run: how often to restart a node that exits by itself during its start.
 _STARTS_MAX = 3
+_NO_WAITS: Waits = (0, 0, 0, 0, 0, 0)
 
 
 class Session:
@@ -95,6 +105,8 @@ class Session:
         self._recent = Recent(self.statistics)
         self._opening: Opening | None = None
         self._first_batch = NOT_YET
+        self._unreported = _NO_WAITS
+        self._is_first_reported = False
 
     @property
     def job(self) -> JobOpened:
@@ -190,14 +202,31 @@ class Session:
             found = sum_of([self._past, *(tally.statistics() for tally in self._tallies)])
         return structs.replace(found, first_batch=self._first_batch)
 
-    def slab_arrived(self, asked: float, times: StageTimes) -> None:
+    def slab_arrived(self, asked: float, times: StageTimes) -> bool:
         """Note that a slab that was requested at `asked`, in time.monotonic(), has arrived. Records
-        the first.
+        the first, and returns whether this one is.
         """
         opening = self._opening
-        if opening is not None:
-            self._opening = None
-            self._first_batch = opening.first_batch(asked, time.monotonic(), times)
+        if opening is None:
+            return False
+        self._opening = None
+        self._first_batch = opening.first_batch(asked, time.monotonic(), times)
+        return True
+
+    def waited(self, waits: Waits) -> None:
+        """Note a wait beyond the first slab, for the next report to the node."""
+        with self._counting:
+            self._unreported = cast("Waits", tuple(map(operator.add, self._unreported, waits)))
+
+    def take_waited(self) -> Waited | None:
+        """Return the waits that were not reported yet; None for none."""
+        first: tuple[float, ...] = ()
+        with self._counting:
+            waits, self._unreported = self._unreported, _NO_WAITS
+            if self._first_batch is not NOT_YET and not self._is_first_reported:
+                self._is_first_reported = True
+                first = tuple(self._first_batch.stages().values())
+        return Waited(waits, first) if first or waits != _NO_WAITS else None
 
     def first_slab_notice(self) -> Notice | None:
         """Return the notice that shows the node's progress with the first slab; None once that is
@@ -234,6 +263,7 @@ class Session:
         if os.getpid() != self._pid:
             self._pid, self._mount, self._begun = os.getpid(), None, None
             self._making, self._counting = threading.Lock(), threading.Lock()
+            self._unreported = _NO_WAITS  # the parent reports its own
             self._member_id = _member_id(self.request)
         mount = self._mount
         if mount is not None and not mount.wire.is_lost:
@@ -326,6 +356,7 @@ class Session:
         if self._job is None:
             self._opening = Opening.of(began, reached, time.monotonic(), mount.job)
         self._job = mount.job
+        self._is_first_reported = False  # a new node knows nothing
         self.learn(mount.job.entries)
         return mount
 

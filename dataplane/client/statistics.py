@@ -232,11 +232,13 @@ class Tally:
         self._waits: Waits = (0, 0, 0, 0, 0, 0)
         self._times = (0, 0, 0, 0)
         self._workers = 0
-        self._in_hand: tuple[Slab, float, bool] | None = None
+        self._in_hand: tuple[Slab, Waits, bool] | None = None
 
-    def handed_over(self, slab: Slab, waited_s: float, *, was_copied: bool) -> None:
-        """Note that a slab arrived after this wait."""
-        self._in_hand = (slab, waited_s, was_copied)
+    def handed_over(self, slab: Slab, waited_s: float, *, was_copied: bool) -> Waits:
+        """Note that a slab arrived after this wait; return it by stage."""
+        waits = stages_waited_for(round(waited_s * _US_A_S), slab.times)
+        self._in_hand = (slab, waits, was_copied)
+        return waits
 
     def consumed(self, seconds: float) -> None:
         """Note that the trainer requested the next slab this long after it got the last one, which
@@ -244,7 +246,7 @@ class Tally:
         """
         if self._in_hand is None:
             return
-        (slab, waited_s, was_copied), self._in_hand = self._in_hand, None
+        (slab, waits, was_copied), self._in_hand = self._in_hand, None
         self._consumed_s += seconds
         times = slab.times
         slabs, batches, samples, read, copied = self._counts
@@ -261,7 +263,6 @@ class Tally:
             given + times.neighbour_bytes,
             found + times.memory_bytes,
         )
-        waits = stages_waited_for(round(waited_s * _US_A_S), times)
         a, b, c, d, e, f = self._waits
         u, v, w, x, y, z = waits
         self._waits = (a + u, b + v, c + w, d + x, e + y, f + z)

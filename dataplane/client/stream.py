@@ -102,8 +102,9 @@ class SlabStream:
             waited_s = time.monotonic() - started
             self.stall_s += waited_s
         if slab is None:
+            self._session.waited((0, 0, 0, 0, 0, round(waited_s * 1e6)))
             return []
-        self._session.slab_arrived(started, slab.times)
+        is_first = self._session.slab_arrived(started, slab.times)
         layout = decode(Layout, slab.layout)
         batches = Batches(mount.take(slab), slab.batches, layout.columns)
         is_kept = (
@@ -112,7 +113,9 @@ class SlabStream:
             and mount.held_bytes <= mount.job.held_bytes_max
         )
         found = [batches] if is_kept else copied(batches, mount.job.columns)
-        self._tally.handed_over(slab, waited_s, was_copied=not is_kept)
+        waits = self._tally.handed_over(slab, waited_s, was_copied=not is_kept)
+        if not is_first:
+            self._session.waited(waits)
         self._handed_over = time.monotonic()
         return found
 
@@ -251,7 +254,8 @@ class SlabStream:
 
     def _ask(self, mount: Mount, deadline: float) -> int:
         bound = self._session.bound(time.monotonic())
-        request = NextSlab(self._stream_id or 0, self.consumed, self.stall_s, bound)
+        stream_id, waited = self._stream_id or 0, self._session.take_waited()
+        request = NextSlab(stream_id, self.consumed, self.stall_s, bound, waited)
         return mount.wire.ask(request, deadline)
 
     def _continues(self, slab: Slab, step: int) -> bool:
@@ -269,7 +273,7 @@ class SlabStream:
         if pending is not None:
             mount.wire.forget(pending)
         if not mount.wire.is_lost:
-            mount.leave_stream(stream_id, self._consumed)
+            mount.leave_stream(stream_id, self._consumed, self._session.take_waited())
 
     def _stall(self, step: int, stall_s: float, last_error: str) -> DataStallError:
         mount = self._mount

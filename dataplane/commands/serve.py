@@ -6,8 +6,8 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ from dataplane.settings import check_variables, node_config
 
 if TYPE_CHECKING:
     # 30 ms of imports that only commands that connect need.
+    from dataplane.metrics.table import Reading
     from dataplane.security.node_identity import NodeIdentity
     from dataplane.security.security import Security
 
@@ -61,13 +62,15 @@ class ServeRole:
     database: Path
     lease_s: float
     node: NodeConfig | None
+    metrics_listen: str = ""
 
 
 @click.command("serve")
 @click.option("--coordinator", "only_coordinator", is_flag=True, help="Run only a coordinator.")
 @click.option("--node", "only_node", is_flag=True, help="Run only a node; needs --join.")
 @setting_options(
-    *_COORDINATOR_SETTINGS, "join", "service", *SECURITY_SETTINGS, *NODE_SETTINGS, *_LOG_SETTINGS,
+    *_COORDINATOR_SETTINGS, "join", "service", "metrics_listen", *SECURITY_SETTINGS, *NODE_SETTINGS,
+    *_LOG_SETTINGS,
     also={"worker_count": "--workers"},
 )  # fmt: skip
 @click.pass_context
@@ -120,7 +123,9 @@ def _service(settings: Settings, *, only_coordinator: bool, only_node: bool) -> 
     named = str(settings["service"].value)
     if node is not None:
         _check_nameable(named or listen or node.coordinator)
-    security = security_given(settings, listens=not only_node and not listen.startswith("unix:"))
+    metrics_listen = str(settings["metrics_listen"].value)
+    listens = bool(metrics_listen) or not (only_node or listen.startswith("unix:"))
+    security = security_given(settings, listens=listens)
     if node is not None and node.peer_tls:
         security.check_peer_tls()
     return ServeRole(
@@ -130,6 +135,7 @@ def _service(settings: Settings, *, only_coordinator: bool, only_node: bool) -> 
         database=Path(str(settings["state_dir"].value), "coordinator.sqlite"),
         lease_s=float(settings["lease_s"].value),
         node=node,
+        metrics_listen=metrics_listen,
     )
 
 
@@ -144,12 +150,13 @@ async def _run(service: ServeRole, notices: Notices, reload: Callable[[], str]) 
         try:
             identity = own_identity()
             async with _coordination(service, identity) as (coordination, joined):
-                if service.node is None:
-                    notices.ready(f"coordinator {joined}")
-                    await stop.wait()
-                else:
-                    ready = partial(_serving, service.named or joined, notices)
-                    await _run_node(service, coordination, joined, identity, stop, ready)
+                with _metrics(service, coordination) as show:
+                    if service.node is None:
+                        notices.ready(f"coordinator {joined}")
+                        await stop.wait()
+                    else:
+                        ready = partial(_serving, service.named or joined, notices)
+                        await _run_node(service, coordination, joined, identity, stop, ready, show)
         except asyncio.CancelledError:
             if len(received) < 2:
                 raise
@@ -241,6 +248,26 @@ async def _coordination(
         await server.stop(grace_s)
 
 
+@contextmanager
+def _metrics(
+    service: ServeRole, coordination: Coordination
+) -> Iterator[Callable[[Callable[[], Iterable[Reading]]], None]]:
+    """Show metrics, if asked to: those of our own coordinator, and what is given to the function
+    that this yields.
+    """
+    if not service.metrics_listen:
+        yield lambda _: None
+        return
+    from dataplane.coordinator.front import Coordinator
+    from dataplane.metrics.server import MetricsServer
+
+    with closing(MetricsServer(service.metrics_listen, service.security)) as server:
+        if isinstance(coordination, Coordinator):
+            server.add(coordination.readings)
+        server.start()
+        yield server.add
+
+
 async def _run_node(
     service: ServeRole,
     coordination: Coordination,
@@ -248,6 +275,7 @@ async def _run_node(
     identity: NodeIdentity,
     stop: asyncio.Event,
     ready: Callable[[], None],
+    show: Callable[[Callable[[], Iterable[Reading]]], None],
 ) -> None:
     from dataplane.node.server import run_node
     from dataplane.rpc import names, sockets
@@ -266,7 +294,7 @@ async def _run_node(
         data_listener = await asyncio.to_thread(_data_listener, service, joined)
         await run_node(
             config, listener, coordination, identity.node_id, stop, ready,
-            data_listener=data_listener,
+            data_listener=data_listener, show=show,
         )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import contextlib
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -25,6 +25,7 @@ from dataplane.coordinator.manifests import ManifestTurns
 from dataplane.coordinator.records import Answer, Event, Key, Record, Tick, Write, key_of
 from dataplane.coordinator.state import CoordinatorState
 from dataplane.coordinator.store import MEMORY, JobStore
+from dataplane.metrics.table import Reading
 from dataplane.model.config import PROTOCOL_VERSION
 from dataplane.model.errors import ClosedError, ConfigError, DataplaneError
 from dataplane.rpc.membership import (
@@ -311,6 +312,10 @@ class Coordinator:
             made, job = answer.entry, request.job_id
             _audit.noted("job changed", job=job, by=made.by, kind=made.kind, entry=made.seq)
         return answer
+
+    def readings(self) -> Iterator[Reading]:
+        """Yield the coordinator's metrics; nothing while it is not running."""
+        return iter(()) if self._state is None else self._state.readings()
 
     async def tick(self) -> None:
         """End expired leases, and write progress that has waited long enough."""

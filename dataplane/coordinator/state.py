@@ -34,7 +34,7 @@ Lease time runs with the clock but takes no step longer than `lease_s / 3`; tick
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from msgspec.structs import replace
 
@@ -57,6 +57,7 @@ from dataplane.coordinator.records import (
     place_of,
 )
 from dataplane.coordinator.roster import Roster, first_generation, restored
+from dataplane.metrics.table import Reading
 from dataplane.model.errors import DataplaneError
 from dataplane.model.ledger import LedgerPosition
 from dataplane.rpc.bounds import check_name
@@ -388,6 +389,10 @@ class CoordinatorState:
         return ChangeResponse(entry, not is_idle, job.epoch, job.cursor, batch)
 
     # -- looking ---------------------------------------------------------------------------------
+
+    def readings(self) -> Iterator[Reading]:
+        """Yield the coordinator's metrics, as of the last event."""
+        return view.readings(self._jobs, self._nodes.records.values(), self._lease_s, self._now)
 
     def _status(self, request: StatusRequest) -> Answer:
         return view.status(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from msgspec.structs import replace
 
 from dataplane.coordinator.records import Member, NodeRecord, Phase
 from dataplane.coordinator.roster import Roster
+from dataplane.metrics.table import Reading
 from dataplane.model.errors import ConfigError
 from dataplane.model.records import Topology
 from dataplane.rpc.membership import (
@@ -59,6 +61,24 @@ def status(
         node_count=len(nodes),
         job_count=1 if job_id else len(rosters),
     )
+
+
+def readings(
+    rosters: Mapping[str, Roster], nodes: Collection[NodeRecord], lease_s: float, now: float
+) -> Iterator[Reading]:
+    """Yield the metrics of the jobs that are not idle, as many as a status shows."""
+    active = [roster for roster in rosters.values() if not roster.is_idle]
+    states = Counter(map(_state, active))
+    for state in ("forming", "running"):
+        yield Reading("dataplane_jobs", states[state], (state,))
+    yield Reading("dataplane_nodes", sum(now - node.seen_at < lease_s for node in nodes))
+    for roster in active[:_JOBS_MAX]:
+        job, at = roster.job, (roster.job.job_id,)
+        yield Reading("dataplane_job_generation", job.generation, at)
+        yield Reading("dataplane_job_leases", roster.joined_count, at)
+        yield Reading("dataplane_job_missing_ranks", roster.missing_count, at)
+        yield Reading("dataplane_job_epoch", job.epoch, at)
+        yield Reading("dataplane_job_consumed_samples", job.cursor, at)
 
 
 def _active(rosters: Mapping[str, Roster]) -> list[Roster]:

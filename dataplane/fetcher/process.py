@@ -66,6 +66,7 @@ from dataplane.store.retry import SLOW_DOWN
 
 _LOOK_S = 0.05
 """While reads are under way, the process looks in such intervals which are late, and why."""
+_COUNT_S = 1.0
 _HEDGES_MAX = 4
 _PARTS_AT_ONCE = 128
 """They are small: their threads wait for the store."""
@@ -178,7 +179,7 @@ class Reads:
         self._lock = threading.Lock()
         self._reading: dict[int, _Read] = {}
         self._trouble: dict[str, str] = {}
-        self._slow_until = 0.0
+        self._slow_until = self._counted_at = 0.0
 
     def prepare(self, store: str) -> None:
         """Open this store while the first order is on its way."""
@@ -368,6 +369,15 @@ class Reads:
                 ends=ends if any(ends) else (),
             )
         )
+        self._tell_counts(now)
+
+    def _tell_counts(self, now: float) -> None:
+        """Report requests once in a while, and when the last read has ended."""
+        if self._reading and now < self._counted_at + _COUNT_S:
+            return
+        self._counted_at = now
+        for store, counts in self._stores.take_counts():
+            self._tell(fetches.StoreCounted(store, counts))
 
     def _fill(self, read: _Read, *into: memoryview, is_hedge: bool = False) -> None:
         order, length = read.order, sum(map(len, into))
@@ -392,6 +402,7 @@ class Reads:
             del self._trouble[url]
             self._tell(fetches.ShardTrouble(url))
         now = time.monotonic()
+        self._tell_counts(now)
         for read in reads:
             if read.order.url not in found and self._is_to_hedge(read, now):
                 read.is_hedged = True

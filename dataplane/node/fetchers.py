@@ -29,6 +29,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from dataplane.arena.memfd import Arena
+from dataplane.base.meters import StoreMeters
 from dataplane.base.trace import Trace
 from dataplane.fetcher.limits import READS_MAX, SLABS_MAX
 from dataplane.model.errors import ClosedError, DataplaneError, NeighbourGone, PeerLost, StoreError
@@ -212,6 +213,7 @@ class _Fetcher(Struct, eq=False):
     cpu_s: float = 0.0
     was_of_use: bool = False
     is_ending: bool = False
+    is_surplus: bool = False
     has_room: bool = True
     """False after a message did not fit into its socket, until it answers or at the next look."""
 
@@ -260,6 +262,8 @@ class Fetchers:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
         self._useless = 0
+        self.start_count = self.death_count = 0
+        self.stores = StoreMeters()
         self._read_bytes = self._hedged_bytes = self._neighbour_bytes = self._disk_bytes = 0
         self._spent_s = 0.0
         self._looked = (time.monotonic(), 0.0)
@@ -362,6 +366,7 @@ class Fetchers:
         )
         fetcher = _Fetcher(process, next(self._numbers))
         self._fetchers.append(fetcher)
+        self.start_count += 1
         process.on_readable(partial(self._on_readable, fetcher))
         blocks, preambles = self._arenas
         self._send(fetcher, self._start, (blocks.fd, preambles.fd, *self._lock))
@@ -438,6 +443,8 @@ class Fetchers:
         elif isinstance(body, fetches.StoreSeen):
             seen = Outage(body.store, body.since, body.error, body.asked, body.until)
             self._outages.note(seen, fetcher.number)
+        elif isinstance(body, fetches.StoreCounted):
+            self.stores.add(body.store, body.counts)
         elif isinstance(body, fetches.ShardTrouble) and isinstance(body.error, StoreError):
             fetcher.trouble[body.url] = body.error
         elif isinstance(body, fetches.ShardTrouble):
@@ -476,6 +483,7 @@ class Fetchers:
             if len(self._fetchers) <= self._count.count:
                 return
             if not each.reads and not each.slabs.orders:
+                each.is_surplus = True
                 self._end(each)
 
     def _end(self, fetcher: _Fetcher) -> None:
@@ -496,6 +504,7 @@ class Fetchers:
         if self._closed:
             return
         self._ending.discard(fetcher)
+        self.death_count += not fetcher.is_surplus
         self._spent_s += fetcher.cpu_s
         self._outages.forget(fetcher.number, time.time())
         self._useless += not fetcher.was_of_use

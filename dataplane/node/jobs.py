@@ -18,6 +18,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from dataplane.base import background
+from dataplane.base.meters import JobMeter, RankMeter
 from dataplane.base.trace import Trace
 from dataplane.model.changes import MIX, EpochSteps, changes_of, check_unchanged
 from dataplane.model.config import JobSpec, NodeConfig
@@ -189,10 +190,29 @@ class Jobs:
             joining,
             following=following,
             joined=joined,
+            meter=self._meter(request.job_id, request.topology.rank),
         )
         if joined.knows_all_nodes:
             member.gathered.set()
         return member
+
+    def _meter(self, job_id: str, rank: int) -> RankMeter:
+        """Return the counts of a rank: those of another member of it, such as a DataLoader worker,
+        if there is one.
+        """
+        meters = [member.meter for member in self.members.values() if member.job_id == job_id]
+        ranks = (
+            member.meter
+            for member in self.members.values()
+            if (member.job_id, member.request.topology.rank) == (job_id, rank)
+        )
+        job = meters[0].job if meters else JobMeter()
+        return next(ranks, None) or RankMeter(job)
+
+    @property
+    def delivery_bytes(self) -> int:
+        """The size of all delivery arenas."""
+        return sum(delivery.layout.arena_bytes for delivery in self._deliveries.values())
 
     def _release(self, delivery: DeliveryArena, slab_id: int) -> None:
         self._engine.release(delivery, [slab_id])

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import pyarrow as pa
 from msgspec import Struct, field
 
+from dataplane.base.meters import JobMeter, RankMeter
 from dataplane.model.changes import Changes, EpochSteps, changes_of, mix_of_entry
 from dataplane.model.config import JobSpec, MixtureSpec
 from dataplane.model.errors import ConfigError, DataplaneError
@@ -240,6 +241,7 @@ class ServedMember(Struct, eq=False):
     described: tuple[messages.DescribedColumn, ...] | None = None
     following: Following | None = None
     joined: JoinResponse | None = None
+    meter: RankMeter = field(default_factory=lambda: RankMeter(JobMeter()))
     opened_at: float = field(default_factory=time.monotonic)
     gathered: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -294,6 +296,22 @@ class ServedMember(Struct, eq=False):
         back.
         """
         self.epoch, self.cursor = max((self.epoch, self.cursor), (epoch, cursor))
+
+    def count_slab(self, slab: messages.Slab) -> None:
+        """Count a slab that is handed over."""
+        times = slab.times
+        self.meter.samples += sum(batch.valid for batch in slab.batches)
+        self.meter.job.slab(
+            {
+                "fetch": times.fetch, "decode": times.decode, "room": times.room,
+                "queue": times.queue, "assemble": times.assemble, "ready": times.ready,
+            }
+        )  # fmt: skip
+
+    def count_wait(self, waited: messages.Waited | None) -> None:
+        """Count what its trainer reports."""
+        if waited is not None:
+            self.meter.waited(waited.waits_us, waited.first_batch_s)
 
 
 def progress_of(member: ServedMember) -> MemberProgress:

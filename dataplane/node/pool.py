@@ -68,6 +68,7 @@ class WorkerPool:
         self._numbers = itertools.count(1)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._quick_deaths = 0
+        self.start_count = self.death_count = 0
         self._watching: asyncio.TimerHandle | None = None
         self._closed = False
         self._busy_s = 0.0
@@ -230,6 +231,7 @@ class WorkerPool:
         process = WorkerProcess.start(self._stderr_fd, self._memory_bytes)
         worker = PoolWorker(process, self._memory_bytes, next(self._numbers))
         self._workers.append(worker)
+        self.start_count += 1
         worker.process.on_readable(partial(self._on_readable, worker))
         self._trace.started("worker started", worker_count=len(self._workers))
         return worker
@@ -330,6 +332,7 @@ class WorkerPool:
             self._retired.remove(worker)
             return
         self._workers.remove(worker)
+        self.death_count += 1
         end = worker.ended(status)
         self._tell(worker, end)
         task = worker.task

@@ -10,7 +10,7 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
@@ -20,8 +20,10 @@ from dataplane.arena.memfd import Arena
 from dataplane.base import background
 from dataplane.base.trace import Trace
 from dataplane.index.slow import work_on
+from dataplane.metrics.table import Reading
 from dataplane.model.config import PROTOCOL_VERSION, VERSION, NodeConfig
 from dataplane.model.errors import ConfigError, DataplaneError, PeerLost, VersionMismatch
+from dataplane.node import readings
 from dataplane.node.door import Door, done_before, wait_stop
 from dataplane.node.engine import Engine
 from dataplane.node.fetch import Fetcher
@@ -126,6 +128,8 @@ class TrainerConnection:
         self, request_id: int, body: messages.FromNodeBody, descriptors: tuple[int, ...] = ()
     ) -> None:
         """Answer a request; waits in the outbox while the trainer does not read."""
+        if isinstance(body, messages.Slab) and (member := self._streams.get(body.stream_id)):
+            member.count_slab(body)
         self._post(request_id, encode(messages.FromNode(request_id, body)), descriptors)
 
     def _post(self, request_id: int, wire: bytes, descriptors: tuple[int, ...]) -> None:
@@ -388,6 +392,7 @@ class TrainerConnection:
         self._awaited_slabs[request_id] = body.stream_id
         member.epoch = stream.walk.stream.epoch
         member.cursor, member.stall_s, member.bound = body.cursor, body.stall_s, body.bound
+        member.count_wait(body.waited)
         self._server.engine.request(stream, request_id)
 
     def _release(self, body: messages.Release) -> None:
@@ -401,6 +406,7 @@ class TrainerConnection:
         stream = member.streams.pop(body.stream_id, None) if member is not None else None
         if member is not None and stream is not None:
             member.reached(stream.walk.stream.epoch, body.cursor)
+            member.count_wait(body.waited)
             self._server.engine.close_stream(stream)
 
     def _close_job(self, body: messages.CloseJob) -> None:
@@ -492,6 +498,11 @@ class NodeServer:
         """The process of a connection. The kernel reports pid 0 for all of other pid namespaces."""
         return self._processes.setdefault(pid, _Process()) if pid else _Process()
 
+    def readings(self) -> Iterator[Reading]:
+        """The present values of this node's metrics."""
+        counts = self._pool, self._fetcher.origin, self._stores, self.outages, self._watchdog
+        return readings.of_node(self.jobs, self.engine, self._neighbours.reads(), *counts)
+
     async def run(self, stop: asyncio.Event, ready: Callable[[], None]) -> None:
         """Serve until `stop` is set and the last trainer is gone, or, embedded, until idle."""
         beating: asyncio.Task[None] | None = None
@@ -563,6 +574,7 @@ async def run_node(
     pool: WorkerPool | None = None,
     data_listener: socket.socket | None = None,
     early: EarlyOpening | None = None,
+    show: Callable[[Callable[[], Iterable[Reading]]], None] = lambda _: None,
 ) -> Collection[int]:
     """Run a node on these listening sockets, which the node then owns: for trainers, and for other
     nodes. `ready` is called once the node is registered with the coordinator and jobs can be
@@ -572,11 +584,12 @@ async def run_node(
 
     `stop` drains: no new job is opened, and the node exits after its last trainer. `pool` may be
     passed already started, so that workers start while this process still imports, and so may the
-    opening of a dataset.
+    opening of a dataset. `show` gets the function that reads the node's metrics.
 
     Raises:  VersionMismatch: the coordinator is of another version.
     BudgetTooSmall: the machine refuses the arenas.
     """
     server = NodeServer(config, listener, coordination, node_id, pool, data_listener, early)
+    show(server.readings)
     await server.run(stop, ready)
     return server.last_pids

@@ -31,6 +31,16 @@ def _data_address(given: object) -> str:
     return found if is_port else target
 
 
+def _metrics_address(given: object) -> str:
+    if given == "":
+        return ""
+    text = units.text(given)
+    target = _address(f"127.0.0.1{text}" if text.startswith(":") else text)
+    if target.startswith("unix:"):
+        raise ValueError(given)
+    return target
+
+
 NO_NEIGHBOURS = "none"
 _NOT_ONE = ("unix:", "0.0.0.0:", "[::]:")
 _FORMS = '"host:port", "[::1]:port" or "unix:/path"'
@@ -40,5 +50,8 @@ DATA_ADDRESS = ValueKind(
     '"none"',
     "ADDRESS",
     _data_address,
+)
+METRICS_ADDRESS = ValueKind(
+    '"host:port", "[::1]:port", ":port" for 127.0.0.1, or "" for none', "ADDRESS", _metrics_address
 )
 ADDRESS_OR_NONE = ValueKind(f'{_FORMS}, or "" for none', "ADDRESS", _address_or_none)

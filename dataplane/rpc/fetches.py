@@ -6,6 +6,7 @@ one end.
 
 from __future__ import annotations
 
+from dataplane.base.meters import RequestCounts
 from dataplane.model.config import PeerTls
 from dataplane.model.errors import DataplaneError
 from dataplane.model.records import BlockForm, Region, StorePause, Unsigned
@@ -193,6 +194,13 @@ class StoreSeen(Message, frozen=True):
     until: float = 0.0  # 0 while it does not answer
 
 
+class StoreCounted(Message, frozen=True):
+    """Requests of this fetcher to a store since its last such message."""
+
+    store: str  # its url, without secrets
+    counts: RequestCounts
+
+
 class ShardTrouble(Message, frozen=True):
     """Why reads of a shard are delayed; no error if they no longer are."""
 
@@ -289,8 +297,9 @@ ToFetcherBody = (
     | ReadParts
 )  # fmt: skip
 FromFetcherBody = (
-    ReadEnded | StorePause | StoreSeen | ShardTrouble | SlabRead | KeptFound | PartsRead
-)
+    ReadEnded | StorePause | StoreSeen | StoreCounted | ShardTrouble | SlabRead | KeptFound
+    | PartsRead
+)  # fmt: skip
 
 
 class ToFetcher(Message, frozen=True):

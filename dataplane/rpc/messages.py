@@ -251,6 +251,15 @@ class StreamOpened(Message, frozen=True):
     step_count: Unsigned  # steps of this rank from the cursor to the end of the epoch
 
 
+class Waited(Message, frozen=True):
+    """The trainer's waits since its last report, beyond the first slab, by stage (`WAIT_STAGES`);
+    and once the stages of its first batch (`FIRST_BATCH_STAGES`).
+    """
+
+    waits_us: tuple[Unsigned, ...]  # of each stage
+    first_batch_s: tuple[float, ...] = ()  # (): it was reported before
+
+
 class NextSlab(Message, frozen=True):
     """Requests the next slab, and reports the trainer's progress."""
 
@@ -258,6 +267,7 @@ class NextSlab(Message, frozen=True):
     cursor: Unsigned = 0  # progress: samples consumed so far by all ranks
     stall_s: float = 0.0  # progress: time waited for data so far
     bound: str = ""  # the stage that limited the last seconds; "": unknown
+    waited: Waited | None = None  # progress; absent: nothing
 
 
 class Batch(NamedTuple):
@@ -342,6 +352,7 @@ class CloseStream(Message, frozen=True):
 
     stream_id: Unsigned
     cursor: Unsigned = 0  # progress, as in NextSlab
+    waited: Waited | None = None  # progress, as in NextSlab
 
 
 class CloseJob(Message, frozen=True):

@@ -135,6 +135,8 @@ class BlockTable:
         self._elsewhere: dict[tuple[int, int], int] = {}
         """Blocks that a neighbour has, but only decoded, and their sizes."""
         self._again = ReadAgain(self.arena_bytes, do)
+        self.evicted_count = self.evicted_open_count = 0
+        """Blocks that made way for others, and those of them that will be read again."""
         self.room = Room(allocator, shared, self._orders.uses, self.give_way, waiting)
         self._keys = itertools.count(1)
         self._touches = itertools.count(1)
@@ -464,7 +466,9 @@ class BlockTable:
         """Evict a block because others need its room. If its window is open, it will be
         read again.
         """
+        self.evicted_count += 1
         if not self._orders.uses.use_of(block.dataset, block.index):
+            self.evicted_open_count += 1
             self._again.note(block, self._time.now)
         self.evict(block)
 

@@ -192,6 +192,32 @@ class Scheduler:
         return self._reuse.found_bytes
 
     @property
+    def evictions(self) -> tuple[int, int]:
+        """How many blocks have made way for others, and how many of them will be read again."""
+        return self._blocks.evicted_count, self._blocks.evicted_open_count
+
+    @property
+    def kept_slab_bytes(self) -> int:
+        """The memory of finished slabs that are kept for other consumers."""
+        return self._shared.kept_bytes
+
+    @property
+    def excerpt_bytes(self) -> int:
+        """The memory for excerpts."""
+        return self._excerpts.pool_bytes
+
+    def steps_ahead(self, stream_id: int) -> int:
+        """Return how many batches of a stream are ready, one after the other; 0 for an unknown
+        one.
+        """
+        stream, count = self._streams.find(stream_id), 0
+        for task in () if stream is None else stream.tasks:
+            if task.phase is not SlabPhase.READY:
+                break
+            count += len(task.plan.batches)
+        return count
+
+    @property
     def held(self) -> HeldBlocks:
         """How full memory and disk are."""
         memory, tier = self._allocator, self._tier

@@ -181,6 +181,11 @@ class SharedSlabs:
 
     # -- who wants what --------------------------------------------------------------------------
 
+    @property
+    def kept_bytes(self) -> int:
+        """The memory of the slabs that are kept."""
+        return self._bytes
+
     def find(self, task: SlabTask) -> SharedSlab | None:
         """The shared slab that this task can copy, or wait for."""
         group = task.stream.delivery.group

@@ -7,8 +7,10 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from dataplane.base.meters import RequestCounts
 from dataplane.model.errors import StoreError
 from dataplane.model.records import StorePause
+from dataplane.model.redact import redacted
 from dataplane.store.base import Store
 from dataplane.store.faults import Clock
 from dataplane.store.local import LocalStore
@@ -83,6 +85,12 @@ class Stores:
         """Return why reads of this url are waiting now, if they are."""
         stores = self._of(base_of(url))
         return next((error for store in stores if (error := store.trouble(url))), None)
+
+    def take_counts(self) -> list[tuple[str, RequestCounts]]:
+        """Return the requests to stores since the last call, with the names of the stores."""
+        with self._lock:
+            stores = [(base, store.meter.take()) for (base, *_), store in self._open.items()]
+        return [(redacted(base), counts) for base, counts in stores if counts is not None]
 
     def close(self) -> None:
         """Forget every store, and end the calls that wait for one; connections close when the last

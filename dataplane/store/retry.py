@@ -35,6 +35,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 from typing_extensions import Buffer
 
+from dataplane.base.meters import RequestMeter
 from dataplane.base.trace import Trace
 from dataplane.model.errors import (
     ClosedError,
@@ -345,6 +346,7 @@ class Retrying:
         self._gate = Gate(name, self._clock, observe or Outages().note, share)
         self._lock = threading.Lock()
         self._failing: set[_Call] = set()
+        self.meter = RequestMeter()
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         inner = self._inner
@@ -424,6 +426,8 @@ class Retrying:
                     self._inner.reconnect()
             result = attempt()
         except DataplaneError as error:
+            if isinstance(error, StoreError):
+                self.meter.ended(self._clock.now() - turn.began, error)
             fault = fault_of(error) if isinstance(error, StoreError) else None
             if isinstance(error, DatasetChangedError) or (fault and fault.is_answer):
                 self._gate.answered(turn)
@@ -435,6 +439,7 @@ class Retrying:
         except BaseException:
             self._gate.dropped(turn)
             raise
+        self.meter.ended(self._clock.now() - turn.began)
         self._gate.answered(turn)
         return result
 
@@ -457,6 +462,7 @@ class Retrying:
         is_over = call.limited_attempts >= most or now >= call.deadline
         if is_over or not self._gate.pause(pause_s, call.deadline):
             raise self._given_up(call) from error
+        self.meter.retried()
 
     def _given_up(self, call: _Call) -> StoreError:
         spent_s = self._clock.now() - call.started

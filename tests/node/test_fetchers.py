@@ -73,6 +73,30 @@ def test_ranges_of_a_real_store_arrive_and_its_errors_keep_their_types(
     asyncio.run(play())
 
 
+def test_requests_are_counted_with_their_errors_and_retries(awry: Awry) -> None:
+    etag = open_store("s3://bucket").head(URL).etag
+
+    async def play() -> None:
+        async with node(1) as at:
+            awry.moods.extend([Mood.WELL, Mood.SLOW_DOWN, Mood.SLOW_DOWN, Mood.INTERNAL])
+            before = len(awry.seen)
+            for _ in range(3):
+                assert await at.read(etag) is None
+            meters, count = at.fetchers.stores.by_store, len(awry.seen) - before
+            async with asyncio.timeout(TIMEOUT_S):
+                while (  # noqa: ASYNC110 - counts are reported without an event
+                    sum(sum(store.took.counts) for store in meters.values()) < count
+                ):
+                    await asyncio.sleep(0.01)
+            counts = meters["s3://bucket"]
+            assert counts.errors == {"StoreThrottled": 2, "StoreUnavailable": 1}
+            assert (counts.retries, sum(counts.took.counts)) == (3, 6)
+            assert 0 < counts.took.sum_s < TIMEOUT_S
+            assert (at.fetchers.start_count, at.fetchers.death_count) == (1, 0)
+
+    asyncio.run(play())
+
+
 def test_the_reads_of_a_killed_fetcher_are_read_by_another(awry: Awry) -> None:
     etag = open_store("s3://bucket").head(URL).etag
 

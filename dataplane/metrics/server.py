@@ -1,0 +1,325 @@
+"""The port for Prometheus: GET /metrics over HTTP, in a thread of its own.
+
+The rules are those of the coordinator's port (docs/security.md): a token that may read the status,
+TLS where it is set up, no plain text beyond this host without `insecure`.
+
+Invariants:
+1. Nothing of this runs on the event loop of the service, but the functions that read its counts.
+2. A connection has `_REQUEST_S` for its request, and there are at most `_COUNT_MAX`: the oldest of
+   those that have not sent theirs makes way for the newest.
+3. One scrape is made at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from http import HTTPStatus
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.registry import Collector
+
+from dataplane.base.meters import BOUNDS_S, Durations
+from dataplane.base.trace import Trace, refusals
+from dataplane.metrics.table import Kind, Reading, by_metric
+from dataplane.model.errors import ConfigError
+from dataplane.rpc.address import TcpAddress, is_loopback, network_of, parse, resolve
+from dataplane.security.admission import Admission, AdmissionRules
+from dataplane.security.calls import READERS, WrongTokenError
+from dataplane.security.security import Security
+from dataplane.security.tls import Certificates, load_cert_chain
+
+_trace = Trace("metrics")
+_audit = Trace("security")
+
+_REQUEST_S = 10.0
+_READ_S = 10.0
+"""How long a scrape waits for the event loop of the service."""
+_COUNT_MAX = 32
+_HEAD_BYTES_MAX = 16 << 10
+_PATH = "/metrics"
+_BUCKETS = (*map(str, BOUNDS_S), "+Inf")
+
+Read = Callable[[], Iterable[Reading]]
+
+
+class _Refused(Exception):
+    """A request that gets this answer, for this reason."""
+
+    def __init__(self, status: HTTPStatus, why: str) -> None:
+        super().__init__(why)
+        self.status, self.why = status, why
+
+
+class MetricsServer:
+    """The port at one address. Use: `start()`, `add` functions that are called on the event loop of
+    the caller, `close()`.
+    """
+
+    def __init__(self, address: str, security: Security) -> None:
+        wanted = parse(address)
+        if not isinstance(wanted, TcpAddress):
+            raise ConfigError(
+                f"{address!r} is no address for metrics: Prometheus reads them over TCP, so write "
+                '"host:port" or ":port"',
+                address=address,
+            )
+        self._wanted, self._security = wanted, security
+        self._reads: list[Read] = []
+        self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
+        self._context: tuple[int, ssl.SSLContext] | None = None
+        rules = AdmissionRules(_COUNT_MAX, silent_max=_COUNT_MAX - 1, greeting_s=_REQUEST_S)
+        self._admission: Admission[asyncio.Task[None]] = Admission(rules)
+        self._service: asyncio.AbstractEventLoop | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+        self._listener: socket.socket | None = None
+        self._scraping = asyncio.Lock()
+
+    def start(self) -> str:
+        """Listen, and return the address, with its real port.
+
+        Raises:  ConfigError: the address is taken, not of this machine, or not allowed.
+        """
+        address = resolve(self._wanted)
+        loopback = is_loopback(address)
+        self._security.check_listener(self._wanted.target, is_loopback=loopback)
+        if self._security.tls is None and not loopback:
+            what = "metrics are open to the network without TLS: tokens cross it in plain text"
+            _audit.failed(what, address=address.target, by="--insecure")
+        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((address.host, address.port))
+            listener.listen(_COUNT_MAX)
+        except OSError as error:
+            listener.close()
+            raise ConfigError(
+                f"cannot listen for metrics at {address.target}: {error.strerror}; choose another "
+                "address with --metrics-listen, or port 0 for a free one",
+                address=address.target,
+            ) from error
+        listener.setblocking(False)
+        self._listener = listener
+        self._service = asyncio.get_running_loop()
+        self._thread.start()
+        shown = TcpAddress(address.host, listener.getsockname()[1]).target
+        _trace.noted("metrics are shown", address=shown)
+        return shown
+
+    def add(self, read: Read) -> None:
+        """Show what this function returns, too. It must not wait."""
+        self._reads.append(read)
+
+    def close(self) -> None:
+        """Stop listening; waits for the thread. May be called twice."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+        if self._listener is not None:
+            self._listener.close()
+        if not self._loop.is_running() and not self._loop.is_closed():
+            self._loop.close()
+
+    # -- in the thread ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        accepting = self._loop.create_task(self._accept())
+        accepting.add_done_callback(self._on_end)
+        self._loop.run_forever()
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                self._loop.run_until_complete(task)
+
+    def _on_end(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            _trace.broke("metrics are no longer shown", by=error, error=repr(error))
+
+    async def _accept(self) -> None:
+        assert self._listener is not None
+        while True:
+            try:
+                sock, peer = await self._loop.sock_accept(self._listener)
+            except OSError as error:
+                _trace.failed("no connections for metrics accepted", error=error)
+                await asyncio.sleep(1.0)
+                continue
+            task = self._loop.create_task(self._serve(sock, str(peer[0])))
+            self._admission.came(task, network_of(str(peer[0])), self._loop.time())
+            task.add_done_callback(self._admission.left)
+            await asyncio.sleep(0)  # let it begin: a task that never did would not close its socket
+            for older, _, _ in self._admission.makes_way(self._loop.time()):
+                older.cancel()
+
+    async def _serve(self, sock: socket.socket, peer: str) -> None:
+        """Answer one request, and hang up."""
+        writer: asyncio.StreamWriter | None = None
+        try:
+            async with asyncio.timeout(_REQUEST_S):
+                reader = asyncio.StreamReader(limit=_HEAD_BYTES_MAX)
+                protocol = asyncio.StreamReaderProtocol(reader)
+                transport, _ = await self._loop.connect_accepted_socket(
+                    lambda: protocol, sock, ssl=self._tls()
+                )
+                writer = asyncio.StreamWriter(transport, protocol, reader, self._loop)
+                head = await reader.readuntil(b"\r\n\r\n")
+            status, body, plain = HTTPStatus.OK, b"", CONTENT_TYPE_PLAIN_0_0_4
+            try:
+                self._check(head, writer, peer)
+                async with self._scraping:
+                    body = await self._scrape()
+            except _Refused as refused:
+                status, body = refused.status, f"{refused.why}\n".encode()
+                plain = "text/plain; charset=utf-8"
+            writer.write(_head(status, plain, len(body)) + body)
+            async with asyncio.timeout(_REQUEST_S):
+                await writer.drain()
+        except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            return  # it is gone, says nothing, or speaks something else
+        except ConfigError as error:
+            _trace.failed("no connections for metrics accepted", error=error)
+        finally:
+            if writer is None:
+                sock.close()
+            else:
+                writer.close()
+
+    def _check(self, head: bytes, writer: asyncio.StreamWriter, peer: str) -> None:
+        """Check who asks, then for what.
+
+        Raises:  _Refused.
+        """
+        request, *lines = head.decode("latin-1").split("\r\n")
+        fields = (line.partition(":") for line in lines)
+        headers = {name.lower(): text.strip() for name, _, text in fields}
+        try:
+            caller = self._security.caller(headers)
+        except WrongTokenError as error:
+            raise self._refusal(HTTPStatus.UNAUTHORIZED, str(error), peer) from error
+        if not caller.roles & READERS:
+            raise self._refusal(HTTPStatus.FORBIDDEN, "its token may not read the status", peer)
+        if caller.job or caller.datasets is not None:
+            why = "its token is for one job or some datasets, and metrics are of all"
+            raise self._refusal(HTTPStatus.FORBIDDEN, why, peer)
+        if self._security.peers:
+            shown = writer.get_extra_info("peercert") or {}
+            uris = [name for kind, name in shown.get("subjectAltName", ()) if kind == "URI"]
+            if not self._security.knows(uris):
+                why = f"its certificate is for {', '.join(uris) or 'no URI'}, not in tls_peers"
+                raise self._refusal(HTTPStatus.FORBIDDEN, why, peer)
+        task = asyncio.current_task()
+        if task is not None:
+            self._admission.greeted(task, "")
+        method, _, rest = request.partition(" ")
+        if method != "GET":
+            raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED, "only GET is answered")
+        if rest.partition(" ")[0].partition("?")[0] != _PATH:
+            raise _Refused(HTTPStatus.NOT_FOUND, f"metrics are at {_PATH}")
+
+    def _refusal(self, status: HTTPStatus, why: str, peer: str) -> _Refused:
+        _audit.refused("metrics refused", by=network_of(peer), peer=peer, why=why)
+        return _Refused(status, f"metrics are not shown to you: {why}")
+
+    async def _scrape(self) -> bytes:
+        assert self._service is not None
+        reading = asyncio.run_coroutine_threadsafe(self._read(), self._service)
+        try:
+            async with asyncio.timeout(_READ_S):
+                readings = await asyncio.wrap_future(reading)
+        except TimeoutError as error:
+            why = f"the service has not answered for {_READ_S:g} s"
+            raise _Refused(HTTPStatus.SERVICE_UNAVAILABLE, why) from error
+        readings += [
+            Reading("dataplane_refusals_total", count, (event,))
+            for event, count in list(refusals.items())
+        ]
+        return generate_latest(_Families(readings)) + generate_latest(self._registry)
+
+    async def _read(self) -> list[Reading]:
+        return [reading for read in self._reads for reading in read()]
+
+    def _tls(self) -> ssl.SSLContext | None:
+        """The context with the certificates as they are now; None without TLS."""
+        tls = self._security.tls
+        if tls is None:
+            return None
+        version = tls.current()[1]
+        if self._context is None or self._context[0] != version:
+            self._context = version, _context(tls)
+        return self._context[1]
+
+
+def _context(tls: Certificates) -> ssl.SSLContext:
+    pems = tls.current()[0]
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    assert pems.cert is not None, "`check_listener` refuses to listen without a certificate"
+    assert pems.key is not None
+    load_cert_chain(context, pems.key + b"\n" + pems.cert)
+    if pems.ca is not None:
+        context.load_verify_locations(cadata=pems.ca.decode("ascii", "replace"))
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def _head(status: HTTPStatus, content_type: str, length: int) -> bytes:
+    lines = [
+        f"HTTP/1.1 {status.value} {status.phrase}",
+        f"Content-Type: {content_type}",
+        f"Content-Length: {length}",
+        "Connection: close",
+    ]
+    if status is HTTPStatus.UNAUTHORIZED:
+        lines.append("WWW-Authenticate: Bearer")
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+class _Families(Collector):
+    """The readings of one scrape as prometheus_client has them."""
+
+    def __init__(self, readings: Sequence[Reading]) -> None:
+        self._readings = readings
+
+    def collect(self) -> Iterable[Metric]:
+        """Called by prometheus_client."""
+        for metric, readings in by_metric(self._readings).items():
+            name, about, labels = metric.name, metric.help, metric.labels
+            if metric.kind is Kind.HISTOGRAM:
+                durations = HistogramMetricFamily(name, about, labels=labels)
+                for reading in readings:
+                    assert isinstance(reading.value, Durations)
+                    took = reading.value
+                    durations.add_metric(reading.labels, _buckets(took), took.sum_s)
+                yield durations
+                continue
+            is_counter = metric.kind is Kind.COUNTER
+            family = (CounterMetricFamily if is_counter else GaugeMetricFamily)(
+                name, about, labels=labels
+            )
+            for reading in readings:
+                assert not isinstance(reading.value, Durations)
+                value = reading.value() if callable(reading.value) else reading.value
+                family.add_metric(reading.labels, value)
+            yield family
+
+
+def _buckets(took: Durations) -> list[tuple[str, float]]:
+    total, buckets = 0, list[tuple[str, float]]()
+    for bound, count in zip(_BUCKETS, took.counts, strict=True):
+        total += count
+        buckets.append((bound, total))
+    return buckets

@@ -1,0 +1,196 @@
+"""The table of all metrics, from which the exposition, docs/metrics.md, the dashboard and the alert
+rules are made. Names, types and labels are an interface: other people's dashboards use them.
+
+Units are those of Prometheus: seconds, bytes, and shares of 1. No label is without a bound: `job`
+and `rank` are those that this node serves now, and disappear with them; `stage`, `source`, `kind`,
+`holder`, `error`, `event` and `state` come from our code; `store` has at most 64 values and
+"others"; `dataset` is a source of the mixture of a job.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+from msgspec import Struct
+
+from dataplane.base.meters import Durations
+
+
+class Kind(enum.Enum):
+    """The types of Prometheus that are used."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+class Group(enum.Enum):
+    """The parts of the docs and the rows of the dashboard."""
+
+    WAITING = "Is it the data?"
+    STREAM = "Slabs on their way"
+    BYTES = "Bytes"
+    STORES = "Object stores"
+    MEMORY = "Memory"
+    PROCESSES = "Processes"
+    JOBS = "Jobs and members (coordinator)"
+    SAFETY = "Refusals"
+
+
+class Metric(Struct, frozen=True):
+    """One metric. `unit` is "" for a number of things."""
+
+    name: str
+    kind: Kind
+    group: Group
+    help: str
+    labels: tuple[str, ...] = ()
+    unit: str = ""
+
+
+class Reading(NamedTuple):
+    """The present value of a metric, for these values of its labels. What takes a while is called
+    by the thread that answers a scrape.
+    """
+
+    name: str
+    value: float | Durations | Callable[[], float]
+    labels: tuple[str, ...] = ()
+
+
+_C, _G, _H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
+_RANK = ("job", "rank")
+
+METRICS = (
+    Metric(
+        "dataplane_exposed_seconds_total", _C, Group.WAITING,
+        "Time that a rank's trainer waited for slabs, beyond its first batch, by the stage that it "
+        "waited for", (*_RANK, "stage"), "seconds",
+    ),
+    Metric(
+        "dataplane_first_batch_seconds", _G, Group.WAITING,
+        "Time from a loader's first use to its first batch, by stage", (*_RANK, "stage"), "seconds",
+    ),
+    Metric(
+        "dataplane_samples_total", _C, Group.WAITING,
+        "Samples handed over to a rank's trainer", _RANK,
+    ),
+    Metric(
+        "dataplane_steps_ahead", _G, Group.STREAM,
+        "Batches that are ready for a rank's trainer and were not handed over yet", _RANK,
+    ),
+    Metric(
+        "dataplane_stage_seconds", _H, Group.STREAM,
+        "Time that a slab spent in each stage; `ready`: until its trainer took it",
+        ("job", "stage"), "seconds",
+    ),
+    Metric(
+        "dataplane_read_bytes_total", _C, Group.BYTES,
+        "Bytes of blocks, by where they came from: origin (object stores), neighbour, disk, or "
+        "memory, where another rank or epoch had left them", ("source",), "bytes",
+    ),
+    Metric(
+        "dataplane_hedged_bytes_total", _C, Group.BYTES,
+        "Bytes that were read a second time, since the first answer was late", (), "bytes",
+    ),
+    Metric(
+        "dataplane_lent_bytes_total", _C, Group.BYTES,
+        "Bytes of blocks that were sent to neighbours", (), "bytes",
+    ),
+    Metric(
+        "dataplane_made_slabs_total", _C, Group.BYTES, "Slabs that were made for other nodes",
+    ),
+    Metric(
+        "dataplane_store_request_seconds", _H, Group.STORES,
+        "Requests to an object store that have ended, with or without an error: how long they took",
+        ("store",), "seconds",
+    ),
+    Metric(
+        "dataplane_store_errors_total", _C, Group.STORES,
+        "Requests to an object store that failed, by the class of the error", ("store", "error"),
+    ),
+    Metric(
+        "dataplane_store_retries_total", _C, Group.STORES,
+        "Failed requests to an object store that were sent again", ("store",),
+    ),
+    Metric(
+        "dataplane_store_away_seconds", _G, Group.STORES,
+        "For how long an object store has not answered; absent while it answers", ("store",),
+        "seconds",
+    ),
+    Metric(
+        "dataplane_arena_bytes", _G, Group.MEMORY,
+        "Memory in use, by holder: blocks, slabs (finished ones kept for others), and excerpts in "
+        "the block arena; delivery, the arenas of ranks", ("holder",), "bytes",
+    ),
+    Metric(
+        "dataplane_arena_limit_bytes", _G, Group.MEMORY, "The size of the block arena", (), "bytes",
+    ),
+    Metric(
+        "dataplane_disk_bytes", _G, Group.MEMORY,
+        "Disk that blocks take", (), "bytes",
+    ),
+    Metric(
+        "dataplane_evictions_total", _C, Group.MEMORY,
+        "Blocks that were dropped from memory to make room, by whether they are of no more use "
+        "(spent) or will be read again (needed)", ("kind",),
+    ),
+    Metric(
+        "dataplane_processes", _G, Group.PROCESSES,
+        "Processes that run now, by kind: worker, fetcher", ("kind",),
+    ),
+    Metric(
+        "dataplane_process_starts_total", _C, Group.PROCESSES,
+        "Processes that were started, again or for the first time", ("kind",),
+    ),
+    Metric(
+        "dataplane_process_deaths_total", _C, Group.PROCESSES,
+        "Processes that ended although they were needed; each is started again", ("kind",),
+    ),
+    Metric(
+        "dataplane_process_memory_bytes", _G, Group.PROCESSES,
+        "Memory of all processes of a kind that is theirs alone: without arenas and files",
+        ("kind",), "bytes",
+    ),
+    Metric(
+        "dataplane_loop_holds_total", _C, Group.PROCESSES,
+        "How often the node's event loop was held for more than 20 ms",
+    ),
+    Metric(
+        "dataplane_jobs", _G, Group.JOBS, "Jobs, by state: forming, running", ("state",),
+    ),
+    Metric("dataplane_nodes", _G, Group.JOBS, "Nodes whose heartbeat came within a lease"),
+    Metric(
+        "dataplane_job_generation", _G, Group.JOBS,
+        "The generation of a job: grows with each launch", ("job",),
+    ),
+    Metric(
+        "dataplane_job_leases", _G, Group.JOBS, "Members of a job that hold a lease", ("job",),
+    ),
+    Metric(
+        "dataplane_job_missing_ranks", _G, Group.JOBS,
+        "Data-parallel ranks of a job that have not joined", ("job",),
+    ),
+    Metric("dataplane_job_epoch", _G, Group.JOBS, "The epoch that a job has reached", ("job",)),
+    Metric(
+        "dataplane_job_consumed_samples", _G, Group.JOBS,
+        "Samples of its present epoch that a job has consumed", ("job",),
+    ),
+    Metric(
+        "dataplane_refusals_total", _C, Group.SAFETY,
+        "Calls, connections, urls and functions that were refused, by the event of the log",
+        ("event",),
+    ),
+)  # fmt: skip
+
+BY_NAME: Mapping[str, Metric] = {metric.name: metric for metric in METRICS}
+
+
+def by_metric(readings: Iterable[Reading]) -> dict[Metric, list[Reading]]:
+    """Sort readings by metric, in the order of the table; those without readings are left out."""
+    sorted_by = {metric.name: list[Reading]() for metric in METRICS}
+    for reading in readings:
+        sorted_by[reading.name].append(reading)
+    return {BY_NAME[name]: some for name, some in sorted_by.items() if some}

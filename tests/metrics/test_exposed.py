@@ -1,0 +1,105 @@
+"""Metrics of a real service that a trainer reads through."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import scrapes
+from dataplane_torch import DataLoader
+from fleet import Service
+from trusted import TOKEN
+
+SMALL = ("--block-arena-bytes", "32MiB", "--slab-bytes", "64KiB", "--worker-count", "1",
+         "--delivery-bytes-per-rank", "2MiB")  # fmt: skip
+ROWS, GROUP, BATCH = 1600, 40, 40
+MAP = "user_functions:pauses"
+
+Scrape = Callable[[str], scrapes.Values]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("shards")
+    for shard in range(2):
+        table = pa.table({"x": range(shard * ROWS // 2, (shard + 1) * ROWS // 2)})
+        pq.write_table(table, folder / f"{shard}.parquet", row_group_size=GROUP)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    folder, name = tmp_path_factory.mktemp("service"), f"metrics-{os.getpid()}:7077"
+    environ = {
+        "DATAPLANE_TOKEN": TOKEN,
+        "DATAPLANE_STATE_DIR": str(folder / "state"),
+        "DATAPLANE_CACHE_DIR": str(folder / "cache"),
+        "DATAPLANE_METRICS_LISTEN": "127.0.0.1:0",
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+    }
+    listens = ("--listen", "127.0.0.1:0", "--service", name, "--allowed-functions", MAP)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        Service(*listens, *SMALL, environ=environ, log=folder / "log") as made,
+    ):
+        patch.setenv("DATAPLANE_SERVICE", name)
+        yield made
+
+
+@pytest.fixture
+def scrape(service: Service) -> Scrape:
+    """The present samples of a name."""
+    address = scrapes.address_in(service)
+    return lambda name: scrapes.values(scrapes.page(address, TOKEN), name)
+
+
+def test_exposed_time_is_what_a_trainer_waits_beyond_its_first_batch(
+    scrape: Scrape, shards: str
+) -> None:
+    with DataLoader(shards, batch_size=BATCH, map=MAP, name="waits") as loader:
+        waited, samples = [], 0
+        for _ in range(2):
+            batches = iter(loader)
+            while True:
+                began = time.perf_counter()
+                batch = next(batches, None)
+                waited.append(time.perf_counter() - began)
+                if batch is None:
+                    break
+                samples += len(batch["x"])
+        expected = sum(waited[1:])
+        read = partial(scrape, "dataplane_exposed_seconds_total")
+        # The end of the epoch is reported by a message that nobody waits for.
+        exposed = scrapes.until(read, lambda found: sum(found.values()) > 0.98 * expected)
+        assert sum(exposed.values()) < 1.02 * expected
+        assert {key[:2] for key in exposed} == {("waits", "0")}
+        assert max(exposed, key=exposed.__getitem__)[2] in ("decode", "queue")
+
+        assert scrape("dataplane_samples_total") == {("waits", "0"): samples}
+        assert samples == 2 * ROWS
+        first = scrape("dataplane_first_batch_seconds")
+        assert sum(first.values()) == pytest.approx(loader.statistics().first_batch.total_s)
+        stages = scrape("dataplane_stage_seconds_count")
+        assert {stage for _, stage in stages} >= {"fetch", "decode", "assemble", "ready"}
+        assert scrape("dataplane_job_generation") == {("waits",): 1}
+
+
+def test_what_belongs_to_a_job_disappears_with_it(scrape: Scrape, shards: str) -> None:
+    names = (
+        "dataplane_exposed_seconds_total", "dataplane_samples_total", "dataplane_steps_ahead",
+        "dataplane_stage_seconds_count", "dataplane_first_batch_seconds", "dataplane_job_leases",
+    )  # fmt: skip
+    with DataLoader(shards, batch_size=BATCH, name="short") as loader:
+        assert len(list(loader)) == ROWS // BATCH
+        for name in names:
+            assert any("short" in labels for labels in scrape(name)), name
+    for name in names:
+        scrapes.until(
+            partial(scrape, name), lambda found: not any("short" in labels for labels in found)
+        )
