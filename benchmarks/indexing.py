@@ -35,8 +35,7 @@ from msgspec import structs
 from nodes import line_of, serve, started
 from reading import shard, stored
 
-from dataplane.index.indexing import index_dataset
-from dataplane.index.processes import open_manifest
+from dataplane.index.indexing import index_dataset, open_manifest
 from dataplane.model.config import JobSpec, NodeConfig
 from dataplane.model.errors import ClosedError
 from dataplane.model.records import End, ObjectInfo, Region

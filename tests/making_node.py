@@ -20,7 +20,7 @@ from dataplane.arena.memfd import Arena
 from dataplane.arena.slab_layout import pieces
 from dataplane.arena.slots import plan_slots
 from dataplane.base.trace import Trace
-from dataplane.index.indexing import open_dataset
+from dataplane.index.indexing import index_dataset
 from dataplane.model.config import JobSpec, NodeConfig
 from dataplane.model.errors import DataplaneError
 from dataplane.model.records import BlockForm, ColumnSpec, Region, Stream, View
@@ -138,7 +138,7 @@ class MakerNode:
         self.opened.append(source)
         if self.refusal is not None:
             raise self.refusal
-        return open_dataset(source.urls)
+        return index_dataset(source.urls)
 
     async def start(self) -> None:
         """Learn what the slabs have to be."""

@@ -15,7 +15,7 @@ from msgspec import structs
 
 from dataplane.arena.memfd import Arena
 from dataplane.base.trace import Trace
-from dataplane.index.indexing import open_dataset
+from dataplane.index.indexing import index_dataset
 from dataplane.model.config import JobSpec
 from dataplane.model.records import Region
 from dataplane.node.dataset import Dataset, dataset_of
@@ -135,7 +135,7 @@ def on_bench(
     task_timeout_s: float = math.inf,
 ) -> None:
     """Play a scene with this many workers over the dataset at this url."""
-    manifest = open_dataset(url)
+    manifest = index_dataset(url)
     dataset = dataset_of(7, manifest, JobSpec(manifest.fingerprint))
 
     async def play() -> None:

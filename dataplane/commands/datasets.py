@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
+from msgspec import structs
 from rich.markup import escape
 from rich.progress import TaskID
 
@@ -20,8 +21,7 @@ from dataplane.commands import output
 from dataplane.formats import registry
 from dataplane.formats.arrays import decoded
 from dataplane.formats.base import RawBlock
-from dataplane.index.indexing import open_dataset
-from dataplane.index.processes import IndexProcesses
+from dataplane.index.indexing import open_manifest
 from dataplane.index.run import Connect, IndexProgress, Progress
 from dataplane.index.viewing import viewed
 from dataplane.model.config import NodeConfig
@@ -31,6 +31,7 @@ from dataplane.node.job_columns import StoredRows, stored_rows
 from dataplane.plan.manifest import Int64, Manifest
 from dataplane.plan.tombstones import RowNames
 from dataplane.plan.views import filters
+from dataplane.rpc.messages import DatasetSource
 from dataplane.store.connect import Stores
 from dataplane.store.outage import Outage, Outages
 from dataplane.store.reads import etag_of_size
@@ -88,17 +89,14 @@ def opened(
 
             return show
 
-        with IndexProcesses.of(config, pauses=STORES.pauses) as processes:
-            whole = open_dataset(
-                urls,
-                format_name=format_name,
-                cache_dir=config.cache_dir,
-                workers=workers,
-                progress=shown(bar.add_task("indexing", total=None, note=""), "shards"),
-                connect=STORES.connect,
-                index_shard=processes.index,
-                begin_batches=processes.begin_batches,
-            )
+        whole = open_manifest(
+            # As in an embedded node: users may open what they name.
+            structs.replace(config, embedded=True),
+            STORES,
+            DatasetSource(tuple(urls), format_name),
+            progress=shown(bar.add_task("indexing", total=None, note=""), "shards"),
+            workers=workers,
+        )
         if not view.where:
             return viewed(whole, view, STORES.connect, config)
         told = shown(bar.add_task("counting rows", total=None, note=""), "groups of blocks")

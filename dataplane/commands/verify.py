@@ -142,10 +142,10 @@ def _manifests(
 ) -> Iterator[Manifest]:
     """Yield one manifest per shard, so that one bad shard hides no other; or the saved manifest."""
     from dataplane.commands.datasets import STORES
-    from dataplane.index.indexing import index_dataset, open_dataset
+    from dataplane.index.indexing import index_dataset
 
     if any(url.endswith(suffixes.MANIFEST) for url in urls):
-        yield open_dataset(urls, format_name=format_name, connect=STORES.connect)
+        yield index_dataset(urls, format_name=format_name, connect=STORES.connect)
         return
     name, shards = _shards(urls, format_name)
     task: TaskID = bar.add_task("indexing", total=len(shards), note="")

@@ -1,7 +1,14 @@
-"""A dataset's manifest: list the shards, index them in parallel, check that their schemas agree.
+"""The manifest of a dataset: one chain of sources, which are tried in this order.
 
-1. Shards indexed before a failure or an interruption are not indexed again (see journal.py).
-2. What becomes of the indexes is described in run.py.
+1. Given: another node has sent it (node/shared_manifests.py).
+2. Saved: the url ends in ".manifest". It is not checked against the store: a changed shard is
+   detected when it is read.
+3. Finished: the cache folder has one for the same list of shards.
+4. Remembered: shards that an earlier run has indexed, before a failure or an interruption or for
+   another list, are not indexed again (journal.py).
+5. Made: the other shards are indexed, in workers (processes.py), and checked to agree (run.py).
+
+An embedded node begins with 2 at its start, with what its scout reads (node/manifests.py).
 """
 
 from __future__ import annotations
@@ -10,10 +17,13 @@ import os
 from collections.abc import Iterable, Sequence
 from functools import partial
 
+from typing_extensions import Buffer
+
 from dataplane.base import collector, suffixes
 from dataplane.base.trace import Trace
 from dataplane.formats import registry
 from dataplane.formats.base import Format, ShardIndex
+from dataplane.index.batches import KeepPreamble
 from dataplane.index.journal import (
     IndexJournal,
     dataset_name,
@@ -21,62 +31,63 @@ from dataplane.index.journal import (
     shard_keys,
     version_of,
 )
+from dataplane.index.processes import IndexProcesses
 from dataplane.index.run import BeginBatches, Connect, IndexRun, IndexShard, Progress, StoredShard
+from dataplane.index.scout import Scouted
+from dataplane.index.slow import LongWork
+from dataplane.model.config import NodeConfig
 from dataplane.model.errors import ConfigError, ShardNotFound
 from dataplane.model.records import ObjectInfo
 from dataplane.model.redact import unpinned
 from dataplane.plan.manifest import Manifest
-from dataplane.store import connect as stores
+from dataplane.rpc.messages import DatasetSource
+from dataplane.store.connect import Stores, connect
 from dataplane.store.expand import expand, missing
 from dataplane.store.local import target_of
 from dataplane.store.reads import etag_of_size
 from dataplane.store.urls import FILE_PREFIX, Url, normalise
 
 MANIFEST_BYTES_MAX = 8 << 30
+# Indexing a shard is mostly waiting for a few round trips.
+_INDEXED_AT_ONCE = 64
+_ADVICE = "`dataplane index … -o FILE` does this once for all runs; it goes on where it was stopped"
 _NAMES_SHOWN = 3
 _trace = Trace("index")
 
 
-def open_dataset(
-    urls: Url | Iterable[Url],
+def open_manifest(
+    config: NodeConfig,
+    stores: Stores,
+    source: DatasetSource,
     *,
-    format_name: str = "",
-    cache_dir: str = "",
-    workers: int = 8,
+    given: Manifest | None = None,
+    scouted: Scouted | None = None,
+    keep: KeepPreamble | None = None,
     progress: Progress | None = None,
-    connect: Connect = stores.connect,
-    index_shard: IndexShard | None = None,
-    begin_batches: BeginBatches | None = None,
-    objects: Sequence[ObjectInfo] | None = None,
+    workers: int = _INDEXED_AT_ONCE,
 ) -> Manifest:
-    """Make the manifest of a dataset, or load a saved one: a url that ends in ".manifest".
+    """Return the manifest of a dataset from the first source that has it, for a node or a command.
+    Shards are indexed in workers with the limits of this configuration; `keep` gets the preambles
+    that are read for this.
 
-    A saved manifest is not checked against the store: a changed shard is detected when it is read.
-
-    Raises:  as `index_dataset`.  CorruptShard: the saved manifest is damaged.
+    Raises:  as `index_dataset`.
     """
-    names = _names(urls)
-    saved = [name for name in names if name.endswith(suffixes.MANIFEST)]
-    if not saved:
+    if given is not None:
+        return given
+    read = () if scouted is None else scouted.parts
+    indexers = IndexProcesses.of(config, keep, stores.pauses, read, is_policed=not config.embedded)
+    with indexers as processes, LongWork("indexing", source.urls, "shards", _ADVICE) as work:
         return index_dataset(
-            names,
-            format_name=format_name,
-            cache_dir=cache_dir,
+            source.urls,
+            format_name=source.format,
+            cache_dir=config.cache_dir,
             workers=workers,
-            progress=progress,
-            connect=connect,
-            index_shard=index_shard,
-            begin_batches=begin_batches,
-            objects=objects,
+            progress=progress or work,
+            connect=stores.connect,
+            index_shard=processes.index,
+            begin_batches=processes.begin_batches,
+            scouted=scouted,
         )
-    if len(names) > 1:
-        raise ConfigError(f"{saved[0]} is a whole dataset: pass only it, or pass the shards")
-    store = connect(saved[0])
-    listed = store.head(saved[0])
-    if listed.size_bytes > MANIFEST_BYTES_MAX:
-        raise ConfigError(f"{saved[0]} has {listed.size_bytes} bytes: that is not a manifest")
-    content = store.read(saved[0], 0, listed.size_bytes, listed.etag) if listed.size_bytes else b""
-    return Manifest.from_bytes(content, saved[0])
 
 
 def index_dataset(
@@ -86,25 +97,30 @@ def index_dataset(
     cache_dir: str = "",
     workers: int = 8,
     progress: Progress | None = None,
-    connect: Connect = stores.connect,
+    connect: Connect = connect,
     index_shard: IndexShard | None = None,
     begin_batches: BeginBatches | None = None,
-    objects: Sequence[ObjectInfo] | None = None,
+    scouted: Scouted | None = None,
 ) -> Manifest:
-    """Return the manifest of the shards that `urls` name, from the cache or newly made. A cache
-    folder of "" caches nothing.
+    """Return the manifest of the shards that `urls` name: saved, from the cache, or newly made. A
+    cache folder of "" caches nothing.
 
     `progress` is called in the caller's thread, at the start and after each shard. `index_shard` is
     called in threads, for the shards that `begin_batches` leaves out, or for all. By default it
-    parses bytes in this process, so use the default only for trusted bytes. `objects` are those
-    that the urls name, if they were listed already.
+    parses bytes in this process, so use the default only for trusted bytes. What was `scouted` is
+    not read again.
 
     Raises:  ConfigError: no shards, several formats, no samples, no such format or cache folder.
-    SchemaMismatch: two shards differ.  CorruptShard.  The StoreError family.  DatasetChangedError.
+    SchemaMismatch: two shards differ.  CorruptShard: a shard or a saved manifest is damaged.  The
+    StoreError family.  DatasetChangedError.
     """
-    names = _names(urls)
+    given = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
+    names = [normalise(url) for url in given]
+    if any(name.endswith(suffixes.MANIFEST) for name in names):
+        content = scouted.manifest if scouted is not None else b""
+        return Manifest.from_bytes(content or _saved(names, connect), names[0])
     with collector.resting():
-        objects = expand(names, connect) if objects is None else objects
+        objects = expand(names, connect) if scouted is None else scouted.objects
         chosen, listed = choose_shards(objects, names, format_name, connect)
         _warn_of_versions(listed)
         version = version_of(chosen)
@@ -127,6 +143,18 @@ def index_dataset(
     return manifest
 
 
+def _saved(names: Sequence[str], connect: Connect) -> Buffer:
+    """Read the file of a saved manifest."""
+    if len(names) > 1:
+        saved = next(name for name in names if name.endswith(suffixes.MANIFEST))
+        raise ConfigError(f"{saved} is a whole dataset: pass only it, or pass the shards")
+    store = connect(names[0])
+    listed = store.head(names[0])
+    if listed.size_bytes > MANIFEST_BYTES_MAX:
+        raise ConfigError(f"{names[0]} has {listed.size_bytes} bytes: that is not a manifest")
+    return store.read(names[0], 0, listed.size_bytes, listed.etag) if listed.size_bytes else b""
+
+
 def _index_here(format_: Format, shard: StoredShard) -> ShardIndex:
     return format_.index(shard)
 
@@ -141,11 +169,6 @@ def _warn_of_versions(shards: Sequence[ObjectInfo]) -> None:
             count=len(unknown),
             such_as=unknown[0],
         )
-
-
-def _names(urls: Url | Iterable[Url]) -> list[str]:
-    given = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
-    return [normalise(url) for url in given]
 
 
 def choose_shards(

@@ -32,18 +32,15 @@ from dataplane.formats.base import Format, ShardIndex
 from dataplane.formats.index_frames import decode_index
 from dataplane.index.batches import IndexBatches, KeepPreamble
 from dataplane.index.indexer_process import IndexerEnded, IndexerProcess, Order
-from dataplane.index.indexing import open_dataset
 from dataplane.index.run import StoredShard
-from dataplane.index.scout import Part, Scouted
-from dataplane.index.slow import LongWork
+from dataplane.index.scout import Part
 from dataplane.model.config import NodeConfig
 from dataplane.model.errors import StoreError
 from dataplane.model.records import ObjectInfo, Region
-from dataplane.plan.manifest import Int64, Manifest
-from dataplane.rpc import fetches, messages, tasks
-from dataplane.store.connect import Stores
+from dataplane.plan.manifest import Int64
+from dataplane.rpc import fetches, tasks
 from dataplane.store.outage import Pauses
-from dataplane.store.urls import local_path, normalise, prefixes_of
+from dataplane.store.urls import local_path, prefixes_of
 from dataplane.worker.death import ProcessEnd, WorkerPlace, blame
 from dataplane.worker.forking import fork_server
 from dataplane.worker.indexing import first_reads
@@ -52,8 +49,6 @@ from dataplane.worker.limits import WorkerBytes
 _PROCESSES_MAX = 4
 _TASKS_BEFORE_NEXT = 2
 """Number of shards in each process before another one is started."""
-# Indexing a shard is mostly waiting for a few round trips.
-_INDEXED_AT_ONCE = 64
 _READS_AT_ONCE = 64
 
 # For fewer it is not worth it to start more processes.
@@ -61,8 +56,6 @@ _BATCHED_MIN = 256
 _FETCHERS_MAX = 4
 _FETCHER_BUDGET_S = 5.0
 """Shards that take longer to read are left out: the node says that it waits for a store."""
-
-_ADVICE = "`dataplane index … -o FILE` does this once for all runs; it goes on where it was stopped"
 
 Answer = TypeVar("Answer")
 _FirstParts = list[tuple[int, "Future[Buffer]"]]
@@ -271,36 +264,6 @@ def _locally_first(shard: StoredShard, asked: Callable[..., Answer]) -> Answer:
             raise
     # The file server is unreachable: the node's own store handles the wait.
     return asked(is_local=False)
-
-
-def open_manifest(
-    config: NodeConfig,
-    stores: Stores,
-    source: messages.DatasetSource,
-    keep: KeepPreamble | None = None,
-    scouted: Scouted | None = None,
-) -> Manifest:
-    """Open a dataset for a node, with what was `scouted`. Shards that are not cached are indexed in
-    processes. `keep` gets the preambles that are read for this.
-
-    Raises:  as `open_dataset`.
-    """
-    if scouted is not None and scouted.manifest:
-        return Manifest.from_bytes(scouted.manifest, normalise(source.urls[0]))
-    parts = () if scouted is None else scouted.parts
-    indexers = IndexProcesses.of(config, keep, stores.pauses, parts, is_policed=not config.embedded)
-    with indexers as processes, LongWork("indexing", source.urls, "shards", _ADVICE) as work:
-        return open_dataset(
-            source.urls,
-            format_name=source.format,
-            cache_dir=config.cache_dir,
-            workers=_INDEXED_AT_ONCE,
-            progress=work,
-            connect=stores.connect,
-            index_shard=processes.index,
-            begin_batches=processes.begin_batches,
-            objects=None if scouted is None else scouted.objects,
-        )
 
 
 def _order(

@@ -1,12 +1,8 @@
-"""The manifests that a node opens for its trainers: one chain of sources, in this order.
-
-1. The dataset for which a trainer started the node: it is opened while the node still starts.
-2. Another node's manifest, which `shared_manifests.py` has requested.
-3. The store: a saved manifest, a finished one in the cache folder, or one that is made; then shards
-   that an earlier run has indexed are read from its journal (`index/indexing.py`).
+"""The manifests that a node opens for its trainers, under its policy (index/indexing.py has their
+sources), and those that it opens early.
 
 Listing and indexing wait for the store most of the time, and a node spends its start on imports. So
-an embedded node learns at its start which dataset its trainer will request.
+an embedded node learns at its start which dataset its trainer will request, and opens it at once.
 """
 
 from __future__ import annotations
@@ -18,7 +14,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from dataplane.index.batches import KeepPreamble
-from dataplane.index.processes import open_manifest
+from dataplane.index.indexing import open_manifest
 from dataplane.index.slow import LongWork
 from dataplane.index.viewing import viewed
 from dataplane.model.config import NodeConfig
@@ -104,8 +100,10 @@ class EarlyOpening:
     def _open(self) -> None:
         try:
             scouted = None if self._scout is None else self._scout.result(_SCOUT_S)
-            stores = self.stores.stores
-            opened = open_manifest(self._config, stores, self._source, self._remember, scouted)
+            opened = open_manifest(
+                self._config, self.stores.stores, self._source,
+                scouted=scouted, keep=self._remember,
+            )  # fmt: skip
         except BaseException as error:  # noqa: BLE001 - raised for who takes it, also a panic
             self._opened.set_exception(error)
         else:
@@ -159,7 +157,7 @@ class ManifestSources:
             return begun.result()
         with contextlib.suppress(DataplaneError):
             self._begin(source.urls[0])
-        manifest = given or open_manifest(self._config, self._stores, source, self._keep)
+        manifest = open_manifest(self._config, self._stores, source, given=given, keep=self._keep)
         if self._policy is not None:
             self._policy.check_all(manifest.shards.urls)
         return manifest

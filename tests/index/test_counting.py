@@ -103,7 +103,7 @@ def test_what_was_counted_is_not_counted_again(dataset: Path, cache: Path) -> No
 def test_the_counts_of_old_views_are_removed(
     dataset: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dataplane.index.count_journal.VIEWS_KEPT", 2)
+    monkeypatch.setattr("dataplane.index.counting.VIEWS_KEPT", 2)
     manifest = index_dataset(dataset)
     for at in range(4):
         counts(manifest, f"id > {at}", cache_dir=str(cache))

@@ -14,7 +14,7 @@ from shards import arrow_bytes, json_lines, parquet_bytes, tar_bytes, zipped
 from dataplane.formats import registry
 from dataplane.formats.unsupported import Difference, differing, refuse_differing
 from dataplane.index import journal
-from dataplane.index.indexing import index_dataset, open_dataset
+from dataplane.index.indexing import index_dataset
 from dataplane.index.run import IndexProgress
 from dataplane.model.errors import (
     ConfigError,
@@ -310,14 +310,14 @@ def test_a_saved_manifest_stands_for_its_dataset(dataset: Path, tmp_path: Path) 
     saved = tmp_path / "tokens.manifest"
     saved.write_bytes(manifest.to_bytes())
     counted = Counted()
-    assert open_dataset(saved, connect=counted.connect) == manifest
+    assert index_dataset(saved, connect=counted.connect) == manifest
     assert counted.names == {"tokens.manifest"}
-    assert open_dataset(str(dataset)) == manifest
+    assert index_dataset(str(dataset)) == manifest
     with pytest.raises(ConfigError, match="pass only it"):
-        open_dataset([saved, dataset])
+        index_dataset([saved, dataset])
     saved.write_bytes(saved.read_bytes()[:-3])
     with pytest.raises(CorruptShard, match=r"tokens\.manifest"):
-        open_dataset(saved)
+        index_dataset(saved)
 
 
 def test_formats_of_every_kind_make_manifests(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from shards import parquet_bytes
 
 from dataplane.commands import datasets
 from dataplane.index import batches, processes
-from dataplane.index.indexing import index_dataset
+from dataplane.index.indexing import index_dataset, open_manifest
 from dataplane.rpc.messages import DatasetSource
 from dataplane.settings import default_node_config
 
@@ -34,7 +34,7 @@ def test_a_node_reads_no_shard(
 ) -> None:
     url, counted = put(SHARDS), Counted()
     config = replace(default_node_config(), embedded=is_embedded, cache_dir="", allowed_urls=url)
-    found = processes.open_manifest(config, counted, DatasetSource((url,)))
+    found = open_manifest(config, counted, DatasetSource((url,)))
     assert counted.read_urls == []
     assert found.to_bytes() == index_dataset(url).to_bytes()
 
@@ -53,5 +53,5 @@ def test_neither_does_a_command(
 def test_of_few_shards_a_node_reads_them(put: Callable[[dict[str, bytes]], str]) -> None:
     url, counted = put(dict([*SHARDS.items()][1:])), Counted()
     config = replace(default_node_config(), cache_dir="")
-    processes.open_manifest(config, counted, DatasetSource((url,)))
+    open_manifest(config, counted, DatasetSource((url,)))
     assert len(counted.names) == len(SHARDS) - 1

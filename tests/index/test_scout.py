@@ -24,8 +24,7 @@ from dataplane.base import machine
 from dataplane.formats import registry
 from dataplane.formats.first_reads import PROBE_BYTES, first_reads
 from dataplane.index import scout as scouts
-from dataplane.index.indexing import index_dataset
-from dataplane.index.processes import open_manifest
+from dataplane.index.indexing import index_dataset, open_manifest
 from dataplane.index.scout import Scouted
 from dataplane.model.errors import CorruptShard
 from dataplane.rpc.messages import DatasetSource
@@ -125,7 +124,7 @@ def opened(scouted: Scouted | None, url: str, cache: Path) -> tuple[bytes, set[s
         kept.add(url.rpartition("/")[2])
 
     try:
-        found = open_manifest(config, stores, DatasetSource((url,)), keep, scouted)
+        found = open_manifest(config, stores, DatasetSource((url,)), keep=keep, scouted=scouted)
     finally:
         stores.close()
     return found.to_bytes(), kept

@@ -10,7 +10,7 @@ import pytest
 from manifests import small
 from msgspec.structs import replace
 
-from dataplane.index.indexing import open_dataset
+from dataplane.index.indexing import index_dataset
 from dataplane.model.config import JobSpec
 from dataplane.model.records import ColumnOptions, NullPolicy, Region, View
 from dataplane.node.dataset import Dataset, dataset_of
@@ -86,7 +86,7 @@ def test_blocks_of_arrow_fit_into_the_memory_that_is_planned_for_them(tmp_path: 
     )
     with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as file:
         file.write_table(table, max_chunksize=rows // 2)
-    manifest = open_dataset(str(tmp_path))
+    manifest = index_dataset(str(tmp_path))
     with pa.ipc.open_file(tmp_path / "a.arrow") as stored:
         batch = stored.get_batch(0)
     for options in (
@@ -106,7 +106,7 @@ def test_jobs_that_convert_columns_differently_share_no_blocks(tmp_path: Path) -
     table = pa.table({"x": pa.array([1, 2], pa.uint16())})
     with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as file:
         file.write_table(table)
-    manifest = open_dataset(str(tmp_path))
+    manifest = index_dataset(str(tmp_path))
     casts: list[tuple[tuple[str, str], ...]] = [(), (("x", "int64"),), (("x", "float32"),)]
     found = [
         dataset_of(
@@ -144,7 +144,7 @@ def test_arrow_is_gathered_from_where_it_lies_whatever_the_width_of_its_offsets(
     batch = pa.record_batch([array], names=["x"])
     with pa.ipc.new_file(tmp_path / "a.arrow", batch.schema) as file:
         file.write_batch(batch)
-    manifest = open_dataset(str(tmp_path))
+    manifest = index_dataset(str(tmp_path))
     dataset = dataset_of(1, manifest, JobSpec(manifest.fingerprint))
     assert dataset.blocks.needs_decode(0) != is_direct
 

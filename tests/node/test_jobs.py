@@ -18,7 +18,7 @@ from openings import opening
 from dataplane.arena.memfd import Arena
 from dataplane.base.trace import Trace
 from dataplane.coordinator.front import Coordinator, CoordinatorConfig
-from dataplane.index.indexing import open_dataset
+from dataplane.index.indexing import index_dataset
 from dataplane.model.config import VERSION
 from dataplane.model.errors import ConfigError
 from dataplane.node.engine import Engine
@@ -80,7 +80,7 @@ async def running(
         engine,
         coordinator,
         "n0",
-        DatasetOpener(config, engine, lambda source, _view, _given: open_dataset(source.urls)),
+        DatasetOpener(config, engine, lambda source, _view, _given: index_dataset(source.urls)),
         tables,
     )
     try:

@@ -13,7 +13,7 @@ from other_orders import Backwards, Concatenated
 from dataplane.arena.memfd import Arena
 from dataplane.arena.slots import plan_slots
 from dataplane.base.trace import Trace
-from dataplane.index.indexing import open_dataset
+from dataplane.index.indexing import index_dataset
 from dataplane.model.config import JobSpec
 from dataplane.model.records import Stream
 from dataplane.node.dataset import Dataset, dataset_of
@@ -74,7 +74,7 @@ def test_one_slab_has_rows_of_blocks_of_several_datasets(tmp_path: Path) -> None
         path = tmp_path / f"{at}.parquet"
         values = pa.table({"x": pa.array(range(at * ROWS, (at + 1) * ROWS), pa.int64())})
         pq.write_table(values, path, row_group_size=3)
-        manifest = open_dataset(str(path))
+        manifest = index_dataset(str(path))
         datasets.append(dataset_of(5 + at, manifest, JobSpec(manifest.fingerprint)))
     blocks, rows = _order_over(datasets).locate(np.arange(2 * ROWS))
 

@@ -17,7 +17,7 @@ from raw_trainer import Node, Trainer
 from dataplane.formats import registry
 from dataplane.formats.base import RawBlock
 from dataplane.formats.conform import check_columns, check_shard
-from dataplane.index.indexing import open_dataset
+from dataplane.index.indexing import index_dataset
 from dataplane.model.config import JobSpec
 from dataplane.model.errors import ConfigError
 from dataplane.model.records import ColumnOptions
@@ -48,7 +48,7 @@ def shard_of(path: Path, wide: pa.Table) -> Path:
 
 
 def manifest_of(folder: Path, columns: int) -> Manifest:
-    return open_dataset(str(shard_of(folder / f"{columns}.arrow", table(columns))))
+    return index_dataset(str(shard_of(folder / f"{columns}.arrow", table(columns))))
 
 
 def calls(work: Callable[[], object]) -> int:
@@ -114,7 +114,7 @@ def test_a_block_of_numbers_is_decoded_without_work_per_column(tmp_path: Path, f
     def stored(columns: int) -> Callable[[], object]:
         wide = table(columns)
         shard = shard_of(tmp_path / f"{columns}.{form}", wide)
-        manifest = open_dataset(str(shard))
+        manifest = index_dataset(str(shard))
         dataset = dataset_of(1, manifest, JobSpec(manifest.fingerprint), packed=True)
         schema = pa.ipc.read_schema(pa.py_buffer(manifest.schema))
         chosen, plan = registry.by_name(form), dataset.columns
@@ -152,7 +152,7 @@ def test_indexing_a_shard_of_numbers_takes_two_calls_for_each_column_at_most(
 ) -> None:
     def indexed(columns: int) -> Callable[[], object]:
         shard = shard_of(tmp_path / f"{columns}.arrow", table(columns))
-        return lambda: open_dataset(str(shard))
+        return lambda: index_dataset(str(shard))
 
     indexed(FEW)()
     assert calls(indexed(4 * FEW)) < calls(indexed(FEW)) + 2 * 3 * FEW

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 from signed_server import signed_server
 
-from dataplane.index.indexing import open_dataset
+from dataplane.index.indexing import index_dataset
 from dataplane.model.errors import DatasetChangedError, ShardNotFound, StoreDenied
 from dataplane.model.records import View
 from dataplane.node.manifests import ManifestSources, policy_of
@@ -219,7 +219,7 @@ def test_a_manifest_in_an_allowed_folder_opens_no_shards_elsewhere(node, tmp_pat
     outside = tmp_path / "b.parquet"
     pq.write_table(pa.table({"x": [1]}), outside)
     saved = tmp_path / "data" / "b.manifest"
-    saved.write_bytes(open_dataset(str(outside)).to_bytes())
+    saved.write_bytes(index_dataset(str(outside)).to_bytes())
     assert "b.parquet is not below" in denied(node, str(saved))
 
 

@@ -23,7 +23,7 @@ from servers import S3Server, reach
 
 from dataplane.cli import run
 from dataplane.client.statistics import sum_of
-from dataplane.index.indexing import open_dataset
+from dataplane.index.indexing import index_dataset
 
 SHARDS, BLOCKS, BLOCK_ROWS, ROW_BYTES = 12, 3, 64, 4096
 """Many shards, since each has one owner, and each node is to own some."""
@@ -144,7 +144,7 @@ def test_a_node_whose_token_is_for_some_urls_lends_and_borrows_what_lies_there_a
 ) -> None:
     """The second job's manifest says that it is of these urls too, and names shards elsewhere."""
     secret = "a-token-for-tests-0123456789-0123456789"
-    manifest = open_dataset(f"{url}[01].parquet")
+    manifest = index_dataset(f"{url}[01].parquet")
     named = Path(tmp_path, "named.manifest")
     named.write_bytes(dataclasses.replace(manifest, urls=(f"{url}train/",)).to_bytes())
     claims = {"aud": "dataplane", "exp": time.time() + 600, "roles": ["node"]}

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from oracles import rows as oracle
 
 from dataplane.arena.slab_layout import row_bytes
-from dataplane.index.indexing import open_dataset
+from dataplane.index.indexing import index_dataset
 from dataplane.model.config import JobSpec
 from dataplane.model.errors import RowOutOfBounds
 from dataplane.model.records import ColumnOptions, ColumnSpec, Kind
@@ -183,7 +183,7 @@ def _manifest(folder: Path, *dtypes: str) -> Manifest:
     batch = _all_small(640, 8, 0, dtypes)
     with pa.ipc.new_file(folder / "a.arrow", batch.schema) as writer:
         writer.write_batch(batch)
-    return open_dataset(str(folder / "a.arrow"))
+    return index_dataset(str(folder / "a.arrow"))
 
 
 def test_only_shuffled_rows_of_several_columns_are_packed_and_only_where_there_is_room(
@@ -209,7 +209,7 @@ def test_long_rows_are_not_copied_for_the_sake_of_a_few_small_columns(tmp_path: 
     batch = batch.append_column("tokens", tokens)
     with pa.ipc.new_file(tmp_path / "a.arrow", batch.schema) as writer:
         writer.write_batch(batch)
-    manifest = open_dataset(str(tmp_path / "a.arrow"))
+    manifest = index_dataset(str(tmp_path / "a.arrow"))
     whole = JobSpec(manifest.fingerprint, shuffle=True, window=64)
     assert not can_pack(manifest, whole, 1 << 30)
     assert can_pack(

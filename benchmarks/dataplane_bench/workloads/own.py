@@ -19,7 +19,7 @@ from pathlib import Path
 from dataplane.base import suffixes
 from dataplane.formats import registry
 from dataplane.formats.base import Format
-from dataplane.index.indexing import choose_shards, index_dataset, open_dataset
+from dataplane.index.indexing import choose_shards, index_dataset
 from dataplane.model.errors import ConfigError, DataplaneError, TruncatedRead, rebuild
 from dataplane.model.records import ObjectInfo
 from dataplane.store.connect import connect
@@ -85,7 +85,7 @@ def _shards(urls: Sequence[str]) -> tuple[Format, list[ObjectInfo]]:
     """The shards that `urls` name, resolved by Dataplane; a saved manifest names its shards."""
     names = [normalise(url) for url in urls]
     if len(names) == 1 and names[0].endswith(suffixes.MANIFEST):
-        manifest = open_dataset(names)
+        manifest = index_dataset(names)
         listed = [ObjectInfo(one.url, one.size_bytes, one.etag) for one in manifest.shards]
         return registry.by_name(manifest.format), listed
     return choose_shards(expand(names, connect), names, "", connect)
