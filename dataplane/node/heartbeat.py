@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from msgspec.structs import replace
 
 from dataplane.base.trace import Trace
+from dataplane.base.watchdog import Watchdog
 from dataplane.index.slow import all_work
 from dataplane.model.config import PROTOCOL_VERSION, VERSION, NodeConfig
 from dataplane.model.errors import ConfigError, DataplaneError, LeaseExpired, PeerLost
@@ -24,7 +25,6 @@ from dataplane.node.jobs import Jobs
 from dataplane.node.member import ServedMember, progress_of, refusal_of
 from dataplane.node.neighbours import reaches_other_hosts
 from dataplane.node.places import pause, unanswered
-from dataplane.node.watchdog import Watchdog
 from dataplane.rpc import membership
 from dataplane.rpc.base import Coordination
 from dataplane.store.outage import Outages

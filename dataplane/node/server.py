@@ -19,6 +19,7 @@ from weakref import WeakValueDictionary
 from dataplane.arena.memfd import Arena
 from dataplane.base import background
 from dataplane.base.trace import Trace
+from dataplane.base.watchdog import Watchdog
 from dataplane.index.slow import work_on
 from dataplane.metrics.table import Reading
 from dataplane.model.config import PROTOCOL_VERSION, VERSION, NodeConfig
@@ -36,7 +37,6 @@ from dataplane.node.neighbours import KnownNeighbours, Lending, data_address
 from dataplane.node.opener import DatasetOpener
 from dataplane.node.pool import WorkerPool
 from dataplane.node.shared_manifests import LentManifests, SharedManifests
-from dataplane.node.watchdog import Watchdog
 from dataplane.rpc import local, messages, sockets
 from dataplane.rpc.base import Coordination
 from dataplane.rpc.bounds import VALUES_MAX

@@ -12,6 +12,7 @@ from membership import join, node, progress
 from msgspec.structs import replace
 
 from dataplane.base.trace import Trace
+from dataplane.base.watchdog import Watchdog
 from dataplane.coordinator.front import Coordinator, CoordinatorConfig
 from dataplane.model.changes import EpochSteps
 from dataplane.model.config import VERSION
@@ -22,7 +23,6 @@ from dataplane.node import heartbeat
 from dataplane.node.delivery import ReplacedRows
 from dataplane.node.heartbeat import Heartbeat, beat_after_s
 from dataplane.node.member import Following, ServedMember
-from dataplane.node.watchdog import Watchdog
 from dataplane.rpc.held import HeldBlocks
 from dataplane.rpc.membership import (
     HeartbeatRequest,

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from raw_trainer import Trainer
 
 from dataplane.base.trace import Trace
+from dataplane.base.watchdog import Watchdog
 from dataplane.cli import run
 from dataplane.coordinator.front import Coordinator, CoordinatorConfig
 from dataplane.model.config import PROTOCOL_VERSION, VERSION, JobSpec, NodeConfig
@@ -27,7 +28,6 @@ from dataplane.model.records import Topology
 from dataplane.node.delivery import ReplacedRows
 from dataplane.node.heartbeat import Heartbeat
 from dataplane.node.neighbours import JobTables
-from dataplane.node.watchdog import Watchdog
 from dataplane.rpc import membership, names
 from dataplane.rpc.calls import CoordinatorClient
 from dataplane.rpc.held import HeldBlocks

@@ -17,6 +17,7 @@ from openings import opening
 
 from dataplane.arena.memfd import Arena
 from dataplane.base.trace import Trace
+from dataplane.base.watchdog import Watchdog
 from dataplane.coordinator.front import Coordinator, CoordinatorConfig
 from dataplane.index.indexing import index_dataset
 from dataplane.model.config import VERSION
@@ -29,7 +30,6 @@ from dataplane.node.member import ServedMember
 from dataplane.node.neighbours import JobTables
 from dataplane.node.opener import DatasetOpener, check_names
 from dataplane.node.pool import WorkerPool
-from dataplane.node.watchdog import Watchdog
 from dataplane.rpc.membership import (
     HeartbeatRequest,
     HeartbeatResponse,

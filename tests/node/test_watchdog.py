@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
+from dataplane.base import watchdog
 from dataplane.base.trace import Trace
-from dataplane.node import watchdog
-from dataplane.node.watchdog import Hold, LoopHolds, Watchdog
+from dataplane.base.watchdog import Hold, LoopHolds, Watchdog
 
 pytestmark = pytest.mark.may_hold_loop
 
