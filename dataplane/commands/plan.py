@@ -23,7 +23,7 @@ from dataplane.commands.options import (
     view_options,
     workers_option,
 )
-from dataplane.commands.plan_mixture import AskedMixture, mixture_options
+from dataplane.commands.plan_mixture import AskedMixture, Question, mixture_options
 from dataplane.commands.plan_reads import reads_and_advice, show_host_counts, show_reads
 from dataplane.model.records import End, View
 
@@ -37,21 +37,6 @@ if TYPE_CHECKING:
 HOSTS_SHOWN = 8
 _RAMP_SHOWN = 4
 POSITIVE = click.IntRange(min=1)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Question:
-    """The job whose epoch is explained. Lanes and window: None takes the dataset's defaults."""
-
-    dp_size: int
-    ranks_per_host: int
-    global_batch: int
-    seed: int
-    epoch: int
-    shuffle: bool
-    lanes: int | None
-    window: int | None
-    end: End
 
 
 @click.command("plan")

@@ -18,11 +18,10 @@ from dataplane.commands import output
 from dataplane.commands.options import Settings
 from dataplane.commands.plan_reads import show_host_counts
 from dataplane.model.errors import ConfigError, DatasetChangedError
-from dataplane.model.records import View
+from dataplane.model.records import End, View
 
 if TYPE_CHECKING:
     from dataplane.commands.options import PacksAsked
-    from dataplane.commands.plan import Question
     from dataplane.plan.explain import MixtureExplanation, SourcePlan
     from dataplane.plan.manifest import Manifest
     from dataplane.rpc.messages import JobOpened, OpenJob
@@ -30,6 +29,21 @@ if TYPE_CHECKING:
 
 
 _DIGITS_MAX = 15
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Question:
+    """The job whose epoch is explained. Lanes and window: None takes the dataset's defaults."""
+
+    dp_size: int
+    ranks_per_host: int
+    global_batch: int
+    seed: int
+    epoch: int
+    shuffle: bool
+    lanes: int | None
+    window: int | None
+    end: End
 
 
 def mixture_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,12 +12,12 @@ from functools import partial
 from pathlib import Path
 
 from dataplane.base.meters import FIRST_BATCH_STAGES, StoreMeters
+from dataplane.base.watchdog import Watchdog
 from dataplane.metrics.table import Reading
 from dataplane.node.engine import Engine
 from dataplane.node.fetchers import Fetchers
 from dataplane.node.jobs import Jobs
 from dataplane.node.pool import WorkerPool
-from dataplane.node.watchdog import Watchdog
 from dataplane.rpc.membership import NodeReads
 from dataplane.store.connect import Stores
 from dataplane.store.outage import Outages

@@ -19,10 +19,10 @@ from dataplane.worker.excerpts import places_of
 from dataplane.worker.gather import Gather
 from dataplane.worker.mapped import MappedShard
 from dataplane.worker.packing import CountGather, PackGather
+from dataplane.worker.rows import TriedImages
 
 if TYPE_CHECKING:
     from dataplane.worker.image_decoding import SlabImages
-    from dataplane.worker.replacing import TriedImages
 
 _APART_BYTES = 1 << 20
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +19,7 @@ from dataplane.transforms import draws, pixels, restart_indexes
 from dataplane.transforms.image_steps import Draw, ImageSteps, steps_of
 from dataplane.transforms.images import delivered
 from dataplane.worker.columns import BlockColumns, Bytes, Ints, RowIndex
-from dataplane.worker.rows import Rows
-
-if TYPE_CHECKING:
-    from dataplane.worker.replacing import TriedImages
+from dataplane.worker.rows import Rows, TriedImages
 
 _KEY_LENGTH_MAX = 300
 _NULL = "the image is null"

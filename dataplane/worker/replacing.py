@@ -12,62 +12,20 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
-from msgspec import Struct, field
 
 from dataplane.model.changes import ReplacedRow
 from dataplane.model.errors import ImageError
 from dataplane.plan.tombstones import substitute, substitute_key
 from dataplane.rpc.tasks import Assemble, Origin
 from dataplane.worker.apart import OpenBlock
-from dataplane.worker.columns import Bytes, RowIndex, by_block
+from dataplane.worker.columns import RowIndex, by_block
 from dataplane.worker.gather import Gathered
 from dataplane.worker.named_sources import Gathers
+from dataplane.worker.rows import TriedImages
 
 Check = Callable[[OpenBlock, int], ImageError | None]
 """Returns the error of the images of this row of a block; None if they can be decoded."""
 _REASON_MAX = 300
-_AT_ONCE = 16
-"""Images that are decoded together, and again one by one if one of them cannot be."""
-
-
-class TriedImages(Struct):
-    """The images of a slab that is gathered, then gathered again with other rows in the places of
-    those with `faults`, by place. `pixels` are what each column got the last time, when the rows
-    had these `numbers`.
-
-    Shapes:  numbers: int32[rows].   pixels[c]: uint8[n * bytes of one image].
-    """
-
-    numbers: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
-    pixels: dict[int, Bytes] = field(default_factory=dict)
-    faults: dict[int, ImageError] = field(default_factory=dict)
-
-    def begin_again(self, numbers: npt.NDArray[np.int32]) -> None:
-        """The slab, which has the rows of these numbers, will be written again."""
-        self.numbers, self.faults = numbers, {}
-        try:
-            # A copy, since other columns may take other places in the slab.
-            self.pixels = {at: made.copy() for at, made in self.pixels.items()}
-        except MemoryError:
-            self.pixels = {}  # so all images are decoded again
-
-    def missing(
-        self, at: int, numbers: npt.NDArray[np.int32], size: int, out: Bytes
-    ) -> list[slice]:
-        """Write the pixels of a column that were made the last time; returns the places of those
-        that were not.
-        """
-        made = self.pixels.get(at, out[:0])[: len(out)]
-        out[: len(made)] = made
-        self.pixels[at] = out
-        known, count = len(made) // size, len(out) // size
-        others = np.flatnonzero(numbers[:known] != self.numbers[:known]).tolist()
-        starts = range(known, count, _AT_ONCE)
-        return [
-            *(slice(place, place + 1) for place in others),
-            *(slice(start, min(start + _AT_ONCE, count)) for start in starts),
-        ]
 
 
 class ReplacingGather:

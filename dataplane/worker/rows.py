@@ -1,12 +1,16 @@
-"""Copies the rows of one slab from their blocks, at memory speed: the functions of kernel.c."""
+"""Copies the rows of one slab from their blocks, at memory speed: the functions of kernel.c. Keeps
+the images that were decoded for rows of a slab that is gathered again.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
+from msgspec import Struct, field
 
-from dataplane.model.errors import RowOutOfBounds
+from dataplane.model.errors import ImageError, RowOutOfBounds
 from dataplane.worker.columns import (
     TABLE_WIDTH,
     BlockColumns,
@@ -16,6 +20,9 @@ from dataplane.worker.columns import (
     RowLayout,
 )
 from dataplane.worker.kernel import kernel
+
+_IMAGES_AT_ONCE = 16
+"""Images that are decoded together, and again one by one if one of them cannot be."""
 
 
 class Rows:
@@ -128,3 +135,42 @@ def _expect_inside(first: int, what: str) -> None:
             "Dataplane, unless memory changed while it was read",
             row=first,
         )
+
+
+class TriedImages(Struct):
+    """The images of a slab that is gathered, then gathered again with other rows in the places of
+    those with `faults`, by place. `pixels` are what each column got the last time, when the rows
+    had these `numbers`.
+
+    Shapes:  numbers: int32[rows].   pixels[c]: uint8[n * bytes of one image].
+    """
+
+    numbers: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    pixels: dict[int, Bytes] = field(default_factory=dict)
+    faults: dict[int, ImageError] = field(default_factory=dict)
+
+    def begin_again(self, numbers: npt.NDArray[np.int32]) -> None:
+        """The slab, which has the rows of these numbers, will be written again."""
+        self.numbers, self.faults = numbers, {}
+        try:
+            # A copy, since other columns may take other places in the slab.
+            self.pixels = {at: made.copy() for at, made in self.pixels.items()}
+        except MemoryError:
+            self.pixels = {}  # so all images are decoded again
+
+    def missing(
+        self, at: int, numbers: npt.NDArray[np.int32], size: int, out: Bytes
+    ) -> list[slice]:
+        """Write the pixels of a column that were made the last time; returns the places of those
+        that were not.
+        """
+        made = self.pixels.get(at, out[:0])[: len(out)]
+        out[: len(made)] = made
+        self.pixels[at] = out
+        known, count = len(made) // size, len(out) // size
+        others = np.flatnonzero(numbers[:known] != self.numbers[:known]).tolist()
+        starts = range(known, count, _IMAGES_AT_ONCE)
+        return [
+            *(slice(place, place + 1) for place in others),
+            *(slice(start, min(start + _IMAGES_AT_ONCE, count)) for start in starts),
+        ]

@@ -47,7 +47,8 @@ from dataplane.worker.mapped import MappedShards
 from dataplane.worker.named_sources import Gathers
 from dataplane.worker.pack_blocks import AskedPacks, KnownPacks, PackBlock, PackForm
 from dataplane.worker.packing import CountGather, PackGather
-from dataplane.worker.replacing import ReplacingGather, TriedImages
+from dataplane.worker.replacing import ReplacingGather
+from dataplane.worker.rows import TriedImages
 
 _ARROWS_OWN_BYTES_MAX = 4 << 30
 """With a limit above that, memory comes from the system, which gets back what is free: Arrow's own
