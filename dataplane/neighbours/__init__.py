@@ -1,1 +1,5 @@
-"""The data connections between nodes: how a block gets from one node's arena into another's."""
+"""The data connections between nodes: how a block gets from one node's arena into another's.
+
+The door: `asking` requests blocks and slabs, and `lender` is the process that sends them; `wire`,
+`handshake` and `line_tls` have what both agree on.
+"""
