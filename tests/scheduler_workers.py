@@ -41,6 +41,7 @@ class Host:
         self.chance = random.Random(seed)
         self.scheduler = Scheduler(0, 1, Autoscaler(workers, workers, workers), 1e9)
         self.slabs = [0] * ranks
+        self.pieces: list[int] = []
         self.idle_s = self.awaited_s = 0.0
         self._at_work = 0
         self._waiting = [0] * ranks
@@ -93,6 +94,7 @@ class Host:
             case events.AssembleSlab():
                 rows = effect.plan.row_count
                 self._left[effect.number] = effect.pieces, 0.0, effect
+                self.pieces.append(effect.pieces)
                 for _ in range(effect.pieces):
                     took = rows / effect.pieces * self.row_s * self.chance.uniform(0.9, 1.1)
                     self._queue.append((effect.number, took))

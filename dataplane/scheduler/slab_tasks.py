@@ -288,6 +288,7 @@ class SlabTasks:
             if room is not None:
                 self._shared.begin(kept, room)
                 task.shared = kept
+        are_busy = self.piece_count >= worker_count and not task.is_awaited
         return AssembleSlab(
             task.number,
             task.delivery.delivery_id,
@@ -299,7 +300,7 @@ class SlabTasks:
             task.stream.walk.render,
             task.stream.walk.collate,
             None if task.shared is None else task.shared.region,
-            task.stream.walk.sizes.pieces(task.plan.row_count, worker_count),
+            task.stream.walk.sizes.pieces(task.plan.row_count, worker_count, are_busy=are_busy),
         )
 
     def _copy(self, task: SlabTask, slab: Region, shared: SharedSlab) -> CopyKept:

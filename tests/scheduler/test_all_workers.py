@@ -21,6 +21,14 @@ def test_while_a_trainer_waits_all_workers_make_pieces_of_its_slabs(
     assert idle_in_pieces(workers, rows, batches, 10**power, seed) <= IDLE_MAX
 
 
+def test_pieces_are_larger_while_every_worker_has_one() -> None:
+    host = Host(16, 64, 1, 0.0014, is_divisible=True)
+    host.run(4.0)
+    later = sorted(host.pieces[100:])
+    assert max(host.pieces[:50]) == 16  # the first slabs show how long a row takes
+    assert later[len(later) // 2] == 4
+
+
 @settings(max_examples=12)
 @given(st.integers(1, 64), st.integers(1, 64), st.floats(-3, -1), st.integers(0, 9))
 def test_workers_that_make_whole_slabs_are_all_busy_while_a_trainer_waits(

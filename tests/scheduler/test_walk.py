@@ -161,6 +161,14 @@ def test_a_wide_table_gets_no_more_pieces_because_each_takes_long() -> None:
         assert pieces == found
 
 
+def test_busy_workers_get_larger_pieces() -> None:
+    sizes = SlabSizes(4, 4, 0, is_divisible=True, row_s=0.0014)
+    assert sizes.pieces(64, 16) == 16
+    assert sizes.pieces(64, 16, are_busy=True) == 4
+    sizes.row_s = 0.1
+    assert sizes.pieces(64, 16, are_busy=True) == 16
+
+
 def test_an_empty_batch_changes_no_estimate() -> None:
     sizes = SlabSizes(4, 4, 0, is_divisible=True, row_s=0.001)
     sizes.took([Batch(0, 0, 0)], 1.0)
