@@ -106,7 +106,7 @@ def test_any_other_text_is_a_change(head, found, data):
     [
         ("cursor", 2**70, "64 bits"),
         ("epoch", -1, r"0 to 2\*\*62"),
-        ("dp_size", 0, "dp_size is 1"),
+        ("dp_size", 0, "dp_size must be 1"),
         ("spec", {"seed": 2**64}, "64 bits"),
         ("job_id", "\ud800", "surrogates"),
     ],

@@ -1,1 +1,1 @@
-"""The ground that any process of ours stands on: logs, memory, threads, compiled code, units."""
+"""Basics that every process needs: logs, memory, threads, compiled code, units."""

@@ -1,13 +1,13 @@
 """Background tasks of a process with an event loop, and what happens if they fail.
 
 If a heartbeat stops, or a callback fails half-way, the process looks alive but does no work. Such a
-process exits instead, at once and without cleaning up, since its state can no longer be trusted;
-all its peers can handle a killed process. A supervisor or the trainers start it again.
+process exits instead, at once and without cleaning up, since its state can no longer be trusted.
+All its peers can handle a killed process, and a supervisor or a trainer starts it again.
 
 Invariants:
-1. If a task started here, or watched in a thread, ends with an exception, the process exits; so it
-   does if one of our callbacks raises. The log names the task or callback, and the exit status is
-   not 0.
+1. If a task started here, or a thread's future watched here, ends with an exception, the process
+   exits; it also exits if one of our callbacks raises. The log names the task or callback, and the
+   exit status is not 0.
 2. An exception in a library's callback is only logged, a few lines a minute.
 """
 
@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 from dataplane.base.trace import Trace
 
 EXIT_DEFECT = 70
-"""The same as for a command that fails because of a bug."""
+"""The exit status; commands use the same one if they fail because of a bug."""
 _TASK = "dataplane_task"
 
 _trace = Trace("background")
@@ -42,7 +42,7 @@ def start(name: str, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]
 
 
 def watch(name: str, future: concurrent.futures.Future[None]) -> None:
-    """A thread runs this in the background: the same rules hold as for a task."""
+    """Apply the same rules to a background job that runs in a thread."""
     loop = asyncio.get_running_loop()
     future.add_done_callback(partial(_look_from_thread, loop, name))
 
@@ -71,7 +71,7 @@ def _look_from_thread(
 ) -> None:
     error = None if future.cancelled() else future.exception()
     if error is not None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: so is all else
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the process is ending
             loop.call_soon_threadsafe(_tell, loop, name, error)
 
 

@@ -5,8 +5,8 @@ gets the one that PyPI's ziglang contains. Where the headers of libjpeg-turbo ar
 libpixels.so is compiled without it, and Pillow decodes JPEGs.
 """
 
-# No annotations from __future__: hatchling does not run this file as a module, and a dataclass
-# cannot look up annotations that are text then.
+# No `from __future__ import annotations`: hatchling does not import this file as a module, and
+# without a module dataclasses cannot resolve annotations that are strings.
 import os
 import shlex
 import shutil
@@ -21,20 +21,22 @@ from typing import Any
 from hatchling.builders.config import BuilderConfig
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-# No contraction: a fused multiply-add would round otherwise on machines that have one.
+# No contraction to fused multiply-add, which rounds differently: results must not depend on the
+# CPU.
 _FLAGS = (
     *("-std=c11", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-fvisibility=hidden"),
     *("-Wall", "-Wextra"),
 )
 ZIG = "ziglang==0.17.1"
-# Not the processor of this machine, which is what it compiles for otherwise.
+# Without -mcpu, zig compiles for the processor of the build machine; others could not run the
+# result.
 _ZIG_CC = (sys.executable, "-m", "ziglang", "cc", "-mcpu=baseline")
 
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """A library of the platform: pkg-config's name, its header, its linker flag, the macro of code
-    that does without it, what to install, and where distributions put its licence.
+    """A library of the platform: pkg-config's name, its header, its linker flag, the macro that
+    compiles our code without it, what to install, and where distributions put its licence.
     """
 
     name: str
@@ -47,9 +49,9 @@ class Package:
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """One of our libraries. `sources` is a C file with its header, or a folder of C files that make
-    one library; all include compiler.h of the folder above. It may be compiled without the package
-    that it `wants`.
+    """One of our C libraries. `sources` is a C file with its header, or a folder of C files that
+    make one library; all of them include compiler.h of the folder above. If the package that it
+    `wants` is missing, it is compiled without it.
     """
 
     sources: Path
@@ -57,7 +59,7 @@ class Library:
     wants: Package | None = None
 
     def sources_in(self, root: Path) -> tuple[Path, ...]:
-        """The source files, in the order in which compiled.py computes their checksum."""
+        """Return the source files in the order in which compiled.py computes their checksum."""
         there = root / self.sources
         if there.is_file():
             folder, own = there.parent, [there, there.with_suffix(".h")]
@@ -91,7 +93,9 @@ LIBRARIES = (KERNEL, PIXELS, LOOPS, FOOTER, RECEIVE)
 
 
 class NotCompiled(Exception):
-    """A library could not be compiled. One line: what is missing, or the compiler's message."""
+    """A library could not be compiled. The message is one line: what is missing, or the compiler's
+    own message.
+    """
 
 
 class BuildKernels(BuildHookInterface[BuilderConfig]):
@@ -102,7 +106,7 @@ class BuildKernels(BuildHookInterface[BuilderConfig]):
     """
 
     def dependencies(self) -> list[str]:
-        """Called by hatchling: what pip installs for the build."""
+        """Called by hatchling: return what pip must install for the build."""
         return [] if has_compiler() else [ZIG]
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
@@ -128,7 +132,7 @@ class BuildKernels(BuildHookInterface[BuilderConfig]):
             build_data["tag"] = f"py3-none-{platform}"
 
     def _licence_of(self, package: Package) -> Path:
-        """The licence file that must accompany a copy of a library."""
+        """Return the licence file that must accompany a copy of a library."""
         patterns = [os.environ.get("CARRIED_LICENCE", ""), *package.licences]
         for pattern in filter(None, patterns):
             for path in sorted(Path("/").glob(pattern.lstrip("/"))):
@@ -141,8 +145,8 @@ class BuildKernels(BuildHookInterface[BuilderConfig]):
 
 
 def main() -> None:
-    """Compile the missing libraries, and report failures on stderr. Exit status 1: one is
-    missing.
+    """Compile the missing libraries, and report failures on stderr. The exit status is 1 if a
+    library is still missing.
     """
     root, is_missing = Path(__file__).resolve().parents[2], False
     for library in LIBRARIES:
@@ -157,10 +161,10 @@ def main() -> None:
 
 
 def compile_as_possible(library: Library, root: Path) -> str:
-    """Compile a library, without the package that it wants if that fails; the result is a warning,
-    "" if it lacks nothing.
+    """Compile a library, and if that fails, compile it without the package that it wants. Return a
+    warning that says what it lacks, or "".
 
-    Raises:  NotCompiled: the library could not be compiled; says that Dataplane needs it.
+    Raises:  NotCompiled: the library could not be compiled; the message says what to install.
     """
     try:
         compile_library(library, root)
@@ -178,7 +182,7 @@ def compile_as_possible(library: Library, root: Path) -> str:
 
 
 def has_compiler() -> bool:
-    """Whether the machine has a C compiler, `CC` or cc."""
+    """Whether this machine has a C compiler: `CC` or cc."""
     return bool(os.environ.get("CC") or shutil.which("cc"))
 
 

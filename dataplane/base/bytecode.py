@@ -1,12 +1,15 @@
-"""Bytecode of a node's modules, kept in a folder of its own where Python itself keeps none.
+"""Keep the bytecode of a node's modules where Python itself keeps none.
 
-An embedded node imports some 600 modules when it starts. To compile them takes a second, and Python
-does so at each start if PYTHONDONTWRITEBYTECODE is set, or if their folders can only be read.
+An embedded node imports about 600 modules when it starts. Compiling them takes a second, and Python
+does it at each start if PYTHONDONTWRITEBYTECODE is set, or if the modules' folders are read-only.
+One folder holds the bytecode of all modules, since Python has only one setting for that. It takes
+12 MB, and the first start that fills it takes 0.3 s longer.
 
 Invariants:
-1. Only this user and root can change the folder, or one above it: what lies there is run.
-2. Kept bytecode is used only for the very source that it was made from: the files of a container's
-   image may all have one time, and two versions of a file the same size.
+1. Only this user and root can change the folder or its parents: bytecode in it is executed.
+2. Bytecode is used only for exactly the source that it was made from. A source is identified by its
+   checksum, since all files of a container image may have the same time, and two versions of a file
+   the same size.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ def _package() -> str:
 
 
 def is_kept_nowhere() -> bool:
-    """Whether Python would compile modules of a node at each of its starts."""
+    """Return whether Python would compile modules of a node at each of its starts."""
     own = os.path.join(_package(), "node", "server.py")  # noqa: PTH118
     specs = (find_spec(name) for name in ("numpy", "pyarrow"))
     sources = (own, *(spec.origin for spec in specs if spec is not None and spec.origin))
@@ -55,8 +58,8 @@ def _is_kept(source: str) -> bool:
 
 
 def own_folder(cache_dir: str) -> str:
-    """The folder below `cache_dir`, made if it is not there; "" if it cannot be made, or if another
-    user could change it.
+    """Return the bytecode folder below `cache_dir`, which is created if it is missing; "" if that
+    is not possible, or if another user could change it.
     """
     folder = os.path.join(os.path.realpath(cache_dir), _NAME)  # noqa: PTH118
     try:
@@ -76,13 +79,13 @@ def own_folder(cache_dir: str) -> str:
 
 
 def _is_safe(status: os.stat_result) -> bool:
-    """Whether nobody else can put another folder in the place of one of ours."""
+    """Return whether only this user and root can replace or change this folder."""
     is_shared = status.st_mode & _OTHERS_WRITE and not status.st_mode & stat.S_ISVTX
     return status.st_uid in {0, os.geteuid()} and not is_shared
 
 
 class _ByContent(SourceFileLoader):
-    """Bytecode names the sum of its source in the place of its time."""
+    """Loads modules whose bytecode records the checksum of the source instead of its time."""
 
     def path_stats(self, path: str) -> Mapping[str, int]:
         source = self.get_data(path)

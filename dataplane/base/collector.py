@@ -1,7 +1,8 @@
-"""Controls Python's garbage collector where it would block a process.
+"""Control Python's garbage collector where it would block a process.
 
-It visits every object of the process whenever their number has grown by a quarter, and all threads
-wait meanwhile: 100 ms and more for a million listed objects, a dozen times during the listing.
+The collector visits every object of the process whenever their number has grown by a quarter, and
+stops all threads meanwhile: for 100 ms and more with a million listed objects, a dozen times during
+the listing.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from typing import Any
 
 _RELEASED_AT_ONCE = 1 << 12
 _THRESHOLDS = (10_000, 10, 50)
-"""New objects before the young are looked at, which takes a millisecond; and so on."""
+"""Numbers of new objects, and of collections, after which the next generation is collected. Ten
+thousand young objects take a millisecond.
+"""
 
 
 class _Rest:
-    """How many callers, in any thread, need the collector off."""
+    """Counts the callers, in any thread, that need the collector off."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -44,8 +47,8 @@ _rest = _Rest()
 
 @contextlib.contextmanager
 def resting() -> Iterator[None]:
-    """Turn the collector off in all threads, while many objects are made that refer to no others.
-    It is turned on again when the last caller leaves.
+    """Turn the collector off in all threads while many objects without cycles are created. It is
+    turned on again when the last caller leaves.
     """
     _rest.begin()
     try:
@@ -55,8 +58,8 @@ def resting() -> Iterator[None]:
 
 
 def release(*lists: list[Any]) -> None:
-    """Empty these lists, in steps between which other threads run: a list that is dropped frees all
-    that only it had at once.
+    """Empty these lists in steps, so that other threads can run in between. Dropping a large list
+    frees all of its objects at once, without releasing the interpreter lock.
     """
     for each in lists:
         while each:
@@ -64,17 +67,17 @@ def release(*lists: list[Any]) -> None:
 
 
 def start() -> None:
-    """Turn the collector off until `settle`: a process that imports makes objects that live until
-    it ends, and would look at them again and again, for a tenth of the time of the imports.
+    """Turn the collector off until `settle`. A process that imports creates objects that live until
+    it ends; visiting them again and again would take a tenth of the time of the imports.
     """
     gc.disable()
 
 
 def settle() -> None:
     """Exclude all present objects from collection, since they live until the process ends. A node
-    has 50,000 objects once it has imported what it needs, and to look at all of them holds its
-    event loop for 35 ms. Those that come later are looked at, but not as often. Nor are the present
-    ones looked at once more: imports leave 600 objects of garbage.
+    has 50,000 objects once its imports are done, and visiting them all blocks its event loop for 35
+    ms. Later objects are collected, but less often than usual. There is no last collection before
+    that: it would take as long, and free only the 600 objects of garbage that imports leave.
     """
     gc.freeze()
     gc.set_threshold(*_THRESHOLDS)

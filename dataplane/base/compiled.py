@@ -1,4 +1,9 @@
-"""Our own libraries in C, through ctypes: loaded only if they were made from the sources here."""
+"""Load our own C libraries with ctypes, and only if they were compiled from the present sources.
+
+They speed up a few loops, do not use Python's C API, and so work with every version of Python.
+Numbers are little-endian in files and messages, and the C code reads them as they are: big-endian
+processors are not supported.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +28,11 @@ Signature = tuple[type | None, tuple[type, ...]]
 def load(
     path: Path, sources: Path, crc_function: str, signatures: Mapping[str, Signature]
 ) -> ctypes.CDLL:
-    """Load a library whose `crc_function` returns the checksum of these sources: a C file with its
+    """Load a library whose `crc_function` returns the checksum of its sources: a C file with its
     header, or all C files in a folder.
 
-    Raises:  ConfigError: it is missing, of other sources, or cannot be loaded; says what to do.
+    Raises:  ConfigError: the library is missing, was compiled from other sources, or cannot be
+    loaded; the message says how to install it.
     """
     if not path.exists():
         raise _unusable(path, f"{path} is missing, since it could not be compiled")
@@ -51,7 +57,7 @@ def _unusable(path: Path, why: str) -> ConfigError:
 
 
 def sources_of(sources: Path) -> tuple[Path, ...]:
-    """All files that a library is made from, in the order of the checksum."""
+    """Return all files that a library is compiled from, in the order of the checksum."""
     if sources.is_dir():
         folder, own = sources, sorted(sources.rglob("*.[ch]"))
     else:
@@ -60,5 +66,5 @@ def sources_of(sources: Path) -> tuple[Path, ...]:
 
 
 def crc_of(sources: Path) -> int:
-    """The checksum that a library made from these sources returns."""
+    """Compute the checksum that a library compiled from these sources returns."""
     return zlib.crc32(b"".join(source.read_bytes() for source in sources_of(sources)))

@@ -1,6 +1,6 @@
 """The memory and processors that this process may use, cgroup limits included.
 
-All knowledge of Linux's files for this is here.
+All knowledge of Linux's files about them is in this module.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
 class Machine(Struct, frozen=True):
-    """The basis of defaults. `memory_bytes` and `cpu_count` are what this process may use."""
+    """The memory and processors that this process may use; default settings depend on them."""
 
     memory_bytes: int
     cpu_count: int
@@ -38,7 +38,7 @@ class Machine(Struct, frozen=True):
 
 
 def this_machine() -> Machine:
-    """The machine, as this process may use it."""
+    """Return what this process may use of its machine."""
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     schedulable = len(os.sched_getaffinity(0))
     root = Path("/")
@@ -50,8 +50,8 @@ def this_machine() -> Machine:
 
 
 def raise_descriptor_limit() -> None:
-    """Raise this process's limit of open files to its hard limit. The usual soft limit of 1024 only
-    protects programs that use select(), and we poll. Children inherit the limit.
+    """Raise this process's limit of open files to its hard limit. The usual soft limit of 1024
+    protects programs that use select(), which we do not. Children inherit the limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _DESCRIPTORS_MAX if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS_MAX)
@@ -60,9 +60,9 @@ def raise_descriptor_limit() -> None:
 
 
 def connections_max() -> int:
-    """How many connections one listener of this process accepts. A process has at most two
-    listeners, and one of them uses a second descriptor per connection, so at least a quarter of all
-    descriptors is left for logs, imports, workers and shards.
+    """Return how many connections one listener of this process may accept. A process has at most
+    two listeners, and one of them uses a second descriptor per connection, so at least a quarter of
+    all descriptors is left for logs, imports, workers and shards.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = _DESCRIPTORS_MAX if soft == resource.RLIM_INFINITY else min(soft, _DESCRIPTORS_MAX)
@@ -70,7 +70,7 @@ def connections_max() -> int:
 
 
 def lock_holder(path: Path) -> int | None:
-    """The process that has locked a file, or a part of it; None if the kernel reports none.
+    """Return the process that has locked a file, or a part of it; None if the kernel reports none.
 
     Source: proc_locks(5).
     """
@@ -86,7 +86,7 @@ def lock_holder(path: Path) -> int | None:
 
 
 def pwd_home(uid: int) -> str:
-    """The home folder that the password database has for a user; "" if it has none."""
+    """Return a user's home folder from the password database; "" if it has none."""
     try:
         return pwd.getpwuid(uid).pw_dir
     except KeyError:
@@ -244,7 +244,7 @@ class ProcessorWaits:
 
 
 class OwnTime:
-    """How long a process has worked on something, excluding the time that it waited for a
+    """Measures how long a process has worked on something, excluding the time that it waited for a
     processor. `now` is from time.monotonic().
     """
 
@@ -257,7 +257,7 @@ class OwnTime:
         self._began, self._waited_s = now, waited_for_processor_s(self._pid)
 
     def exceeds(self, timeout_s: float, now: float) -> bool:
-        """Whether it has taken longer than this; inspects the process only if that is possible."""
+        """Return whether it has worked longer than this; reads /proc only if that is possible."""
         own_s = now - self._began
         if own_s <= timeout_s:
             return False
@@ -265,10 +265,11 @@ class OwnTime:
 
 
 class Pulse:
-    """Whether the process at the other end of a local socket still reads what it is sent: a message
-    that it has not read for `timeout_s` of its own time shows that it is stopped, or stuck in a
-    system call. The kernel tells how much is unread, so that nobody has to answer. Ask it about
-    twice a second.
+    """Detects that the process at the other end of a local socket no longer reads.
+
+    The process is considered stopped, or stuck in a system call, if a message stays unread for
+    `timeout_s` of its own processor time and idle time. The kernel reports how many bytes are
+    unread, so the other process need not answer. Call `is_lost` about twice a second.
     """
 
     def __init__(self, sock: socket.socket, timeout_s: float) -> None:
@@ -278,11 +279,12 @@ class Pulse:
         self._looked = 0.0
 
     def is_lost(self, pid: int, now: float, probe: Callable[[], object]) -> bool:
-        """Whether this process is to be replaced. `probe` sends it any message, if it has read all
-        others.
+        """Return whether this process must be replaced. `probe` sends it a message of any kind, and
+        is called if it has read all earlier ones.
         """
         unread, before = _unread_bytes(self._sock), self._unread
-        # Also if this process was stopped itself.
+        # After a long pause between two calls, this process may have been stopped itself: start
+        # anew.
         if not unread or unread < before or now - self._looked > _PULSE_PAUSE_S_MAX:
             self._own = None
         self._looked = now
@@ -298,7 +300,7 @@ class Pulse:
 
 
 def _unread_bytes(sock: socket.socket) -> int:
-    """Return how many bytes the other end has not read, with the kernel's overhead; 0 if
+    """Return how many bytes the other end has not read, including the kernel's overhead; 0 if
     unknown.
     """
     if sock.fileno() < 0:

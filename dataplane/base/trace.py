@@ -2,9 +2,9 @@
 
 A line is an event and its facts: `event name=value …` in text; in JSON an object with `timestamp`,
 `level`, `room`, `event` and the facts. No line contains a secret of a url. To keep peers and stores
-from filling a disk, an event has only so many lines a minute (LogLimits), and long facts are
-cut. Another line says at the end of the minute how many were suppressed: processes that run for
-long call `tell_suppressed` for that, and others write it before their next line.
+from filling a disk, the number of lines per event and minute is limited (LogLimits), and long facts
+are cut. At the end of a minute, one more line says how many lines were suppressed: long-running
+processes call `tell_suppressed` for that; others write it before their next line.
 """
 
 from __future__ import annotations
@@ -28,15 +28,14 @@ from dataplane.model.redact import redacted
 
 # -- log limits --------------------------------------------------------------------------------
 #
-# How many lines of a log an event may have in a minute, and which were suppressed.
+# How many lines per minute an event may have in a log, and how many were suppressed.
 #
 # Invariants:
 # 1. In a minute an event has at most LINES_A_MINUTE lines from one source, and LINES_OF_ALL from
-#    all of them together. The second half of those is for sources that have had none yet, so that a
-# few
-#    noisy ones leave room for the first line of others.
-# 2. At most SOURCES_MAX sources are remembered for each event, those that came last.
-# 3. Each line that is suppressed is counted once, and told once when its minute has ended.
+#    all sources together. The second half of these is reserved for sources that have had no line in
+#    this minute, so that a few noisy sources do not hide the first line of others.
+# 2. At most SOURCES_MAX sources are remembered for each event: the most recent ones.
+# 3. Each suppressed line is counted once, and reported once when its minute has ended.
 
 LINES_A_MINUTE = 30
 LINES_OF_ALL = 300
@@ -47,7 +46,7 @@ _NAME_LENGTH_MAX = 256
 
 
 class Suppressed(Struct, frozen=True):
-    """Lines of an event that were suppressed, at a level of the log, and from whom."""
+    """Suppressed lines of one event: their number, log level and sources."""
 
     event: str
     level: int
@@ -56,14 +55,14 @@ class Suppressed(Struct, frozen=True):
 
 
 class _Source(Struct):
-    """How many lines it had in the minute, and how many were suppressed."""
+    """One source's number of lines in the present minute, and how many were suppressed."""
 
     written: int = 0
     suppressed: int = 0
 
 
 class _Minute(Struct):
-    """The lines of one event since it began."""
+    """The lines of one event since its present minute began."""
 
     began: float
     level: int
@@ -72,7 +71,7 @@ class _Minute(Struct):
     sources: OrderedDict[str, _Source] = field(default_factory=OrderedDict)
 
     def allows(self, source: str) -> bool:
-        """Count a line of this source: whether it is written."""
+        """Count a line of this source, and return whether it may be written."""
         source = source[:_NAME_LENGTH_MAX]
         known = self.sources.setdefault(source, _Source())
         self.sources.move_to_end(source)
@@ -88,8 +87,8 @@ class _Minute(Struct):
         return False
 
     def who(self) -> str:
-        """The sources of most of these lines, such as "10.0.0.9 (900), others (7)"; "" if none was
-        named.
+        """Name the sources of most suppressed lines, such as "10.0.0.9 (900), others (7)"; "" if no
+        line named its source.
         """
         counts = [(name, one.suppressed) for name, one in self.sources.items() if one.suppressed]
         counts.sort(key=lambda each: -each[1])
@@ -101,16 +100,16 @@ class _Minute(Struct):
 
 
 class LogLimits:
-    """The limits of one log. Thread-safe; time is an argument."""
+    """The line limits of one log. Thread-safe; the time is passed in."""
 
     def __init__(self) -> None:
         self.due_at = math.inf
-        """When a minute ends in which lines were suppressed."""
+        """The earliest end of a minute in which lines were suppressed."""
         self._lock = threading.Lock()
         self._minutes: dict[str, _Minute] = {}
 
     def allows(self, event: str, level: int, source: str, now: float) -> bool:
-        """Whether a line is written. Call `ended` first."""
+        """Return whether a line may be written. Call `ended` first."""
         with self._lock:
             minute = self._minutes.get(event)
             if minute is None or (not minute.suppressed and now >= minute.began + _MINUTE_S):
@@ -122,7 +121,7 @@ class LogLimits:
             return is_written
 
     def ended(self, now: float) -> list[Suppressed]:
-        """Return the numbers of lines suppressed in past minutes that were not reported yet."""
+        """Return the suppressed lines of past minutes that were not reported yet."""
         if now < self.due_at:
             return []
         with self._lock:
@@ -140,8 +139,8 @@ class LogLimits:
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
-# Control characters, halves of surrogate pairs, separators of lines, and marks that change the
-# direction of what follows: a terminal acts on them, or cannot show them.
+# Control characters, surrogates, line separators, and marks that change the direction of text: a
+# terminal would execute them, or cannot show them.
 UNSAFE = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]"
 )
@@ -155,8 +154,8 @@ refusals = Counter[str]()
 
 
 def printable(text: str, *, of_lines: bool = False) -> str:
-    """The text with whatever a terminal would act on written as JSON writes it; of several lines,
-    with line ends and tabs as they are.
+    """Return the text with every character that a terminal would act on escaped as in JSON;
+    `of_lines` leaves line ends and tabs.
     """
     unsafe = _UNSAFE_IN_TEXT if of_lines else UNSAFE
     return unsafe.sub(lambda found: json.dumps(found[0])[1:-1], text)
@@ -172,27 +171,27 @@ class Trace:
             _traces.add(self)
 
     def started(self, event: str, **facts: object) -> None:
-        """Something has begun that may take a while. For developers."""
+        """Log that something has begun that may take a while. For developers."""
         self._say(logging.DEBUG, event, facts)
 
     def noted(self, event: str, **facts: object) -> None:
-        """Something has ended that operators of the service want to know about."""
+        """Log that something has ended that operators of the service want to know about."""
         self._say(logging.INFO, event, facts)
 
     def failed(self, event: str, **facts: object) -> None:
-        """Record a failure, of which a user will see an error or a delay."""
+        """Log a failure that a user will notice as an error or a delay."""
         self._say(logging.WARNING, event, facts)
 
     def refused(self, event: str, *, by: str, **facts: object) -> None:
-        """Somebody was refused something: a line for those who look for attacks. Lines are limited
-        for each one that they are caused `by`, so that nobody hides behind the noise of others.
+        """Log that a request or connection was refused, for operators who look for attacks. Lines
+        are limited for each source `by`, so that no source hides behind the lines of others.
         """
         with _adding:
             refusals[event] += 1
         self._say(logging.WARNING, event, facts, by=by)
 
     def broke(self, event: str, *, by: BaseException | None = None, **facts: object) -> None:
-        """Dataplane has a bug. Logs the traceback of `by`, or of the exception being handled."""
+        """Log a bug in Dataplane, with the traceback of `by` or of the exception being handled."""
         self._say(logging.ERROR, event, facts, traceback_of=by or True)
 
     def _say(
@@ -213,8 +212,8 @@ class Trace:
         self._log.log(level, EventLine(event, facts), exc_info=traceback_of)
 
     def tell_suppressed(self, *, is_last: bool = False) -> None:
-        """Write how many lines were suppressed in minutes that have ended, or, if the process ends
-        now, so far.
+        """Write how many lines were suppressed in past minutes; with `is_last`, also in the present
+        one, since the process is ending.
         """
         for one in self._limits.ended(math.inf if is_last else self._clock()):
             facts = {"of": one.event, "suppressed": one.count} | ({"by": one.by} if one.by else {})
@@ -222,13 +221,13 @@ class Trace:
 
     @property
     def due_at(self) -> float:
-        """When there will be something to tell."""
+        """When the next report of suppressed lines is due."""
         return self._limits.due_at
 
 
 def tell_suppressed(*, is_last: bool = False) -> float:
-    """Write what all rooms have to tell of suppressed lines; `is_last`: the process ends. Returns
-    when to call it again, in the time of `time.monotonic`; infinite if nothing was suppressed.
+    """Report the suppressed lines of all rooms; `is_last` if the process is ending. Return when to
+    call this again, in the time of `time.monotonic`; infinite if nothing was suppressed.
     """
     with _adding:
         traces = list(_traces)
@@ -238,7 +237,7 @@ def tell_suppressed(*, is_last: bool = False) -> float:
 
 
 class EventLine:
-    """An event and its facts."""
+    """An event and its facts, formatted as text only when the line is written."""
 
     def __init__(self, event: str, facts: Mapping[str, object]) -> None:
         self.event = event
@@ -250,15 +249,15 @@ class EventLine:
 
 
 def configure(level: str, form: str) -> None:
-    """Write the lines of this process to stderr, from this level on and in this form. The lines of
-    libraries are written from "warning" on, and all of them at "debug".
+    """Write this process's lines to stderr from this level on, in this form. Lines of libraries are
+    written from level "warning" on, or at level "debug" all of them.
     """
     log, ours = logging.getLogger(), logging.getLogger("dataplane")
     for one in [one for one in log.handlers if isinstance(one, _ToStderr)]:
         log.removeHandler(one)
     written = _ToStderr()
     written.setFormatter(_Json() if form == "json" else _Text())
-    atexit.unregister(_tell_at_exit)  # it may be there from an earlier call
+    atexit.unregister(_tell_at_exit)  # from an earlier call
     atexit.register(_tell_at_exit)
     log.addHandler(written)
     log.setLevel(logging.DEBUG if level == "debug" else logging.WARNING)
@@ -277,7 +276,7 @@ class _ToStderr(logging.Handler):
             sys.stderr.write(self.format(record) + "\n")
             sys.stderr.flush()
         except (OSError, ValueError, AttributeError):
-            return  # there is no stderr, or its reader is gone
+            return  # stderr is missing, or its reader is gone
 
 
 class _Text(logging.Formatter):
@@ -311,14 +310,14 @@ def _timestamp(record: logging.LogRecord) -> str:
 
 
 def _plain(value: object) -> object:
-    """The value if JSON has its type, else its text."""
+    """Return the value if JSON can represent its type, otherwise its text."""
     if value is None or isinstance(value, (bool, int, float)):
         return value
     return _cut(redacted(str(value)))
 
 
 def _shown(value: object) -> str:
-    """A value in a line of text, quoted if it is not a single word."""
+    """Return a value as it appears in a line of text, quoted if it is not a single word."""
     text = f"{value:.6g}" if isinstance(value, float) else _cut(redacted(str(value)))
     is_plain = _PLAIN.fullmatch(text) and not UNSAFE.search(text)
     return text if is_plain else printable(json.dumps(text, ensure_ascii=False))

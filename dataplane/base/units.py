@@ -1,4 +1,4 @@
-"""The values of settings as people write them: sizes, durations, counts, folders; whole numbers."""
+"""Parse and print the values of settings as people write them: sizes, durations, counts, paths."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Value = str | int | float | bool
 
 PREFIX = "DATAPLANE_"
 SECONDS_MAX = 2e6
-"""23 days: poll(2) takes milliseconds in 31 bits."""
+"""23 days, the longest timeout of poll(2): milliseconds in 31 bits."""
 IMPORT_PATH_VARIABLE = "DATAPLANE_IMPORT_PATH"
-"""The sys.path of the trainer that has started a node, in JSON."""
+"""The sys.path of the trainer that started this node, as JSON."""
 
 _BYTES_OF = {"": 1, "b": 1}
 _BYTES_OF |= {f"{letter}b": 1000 ** (i + 1) for i, letter in enumerate("kmgt")}
@@ -41,10 +41,10 @@ class ValueKind(Struct, frozen=True):
 
 
 def meant(given: str, known: Iterable[str]) -> str:
-    """Guess the name that was misspelt, as the next part of an error: "; did you mean 'x'?"; "" if
-    nothing is near it.
+    """Guess which known name was misspelt, and return the end of an error message: "; did you mean
+    'x'?", or "" if no name is similar.
     """
-    from difflib import get_close_matches  # only in errors
+    from difflib import get_close_matches  # slow to import, and needed only in errors
 
     near = get_close_matches(given, known, 1)
     return f"; did you mean {near[0]!r}?" if near else ""
@@ -59,7 +59,7 @@ def show_bytes(value: Value) -> str:
 
 
 def show_time(seconds: float) -> str:
-    """About so long, for people: "40 s", "3 min" or "1.5 h"."""
+    """Return a rounded duration for people: "40 s", "3 min" or "1.5 h"."""
     if seconds < _MINUTE_S:
         return f"{math.ceil(seconds)} s"
     if seconds < _HOUR_S:
@@ -68,24 +68,24 @@ def show_time(seconds: float) -> str:
 
 
 def flag_of(setting: str) -> str:
-    """The command-line flag of this setting."""
+    """Return the command-line flag of this setting."""
     return "--" + setting.replace("_", "-")
 
 
 def variable_of(setting: str) -> str:
-    """The environment variable of this setting."""
+    """Return the environment variable of this setting."""
     return PREFIX + setting.upper()
 
 
 def raise_to(setting: str, size: int) -> str:
-    """The advice in an error: how to raise a node's budget to at least this many bytes."""
+    """Return advice for an error: how to raise a node's budget to at least this many bytes."""
     unit, name = (1 << 20, "MiB") if size > 1 << 20 else (1 << 10, "KiB")
     enough = f"{-(-size // unit)}{name}"
     return f"raise {setting} to {enough} or more ({ways_to_set(setting, enough)})"
 
 
 def ways_to_set(setting: str, value: str) -> str:
-    """All places where a node's setting may be set, as text."""
+    """List, as text, all places where a node's setting may be set."""
     return (
         f"{variable_of(setting)}={value} in the environment of whatever starts the node, "
         f"`dataplane serve {flag_of(setting)} {value}`, or {setting} in dataplane.toml"
@@ -93,7 +93,9 @@ def ways_to_set(setting: str, value: str) -> str:
 
 
 class Setting(Struct, frozen=True):
-    """One row of the table. `default` is computed from the machine and the environment."""
+    """One setting, as a row of the table of settings. `default` is computed from the machine and
+    the environment.
+    """
 
     name: str
     kind: ValueKind
@@ -110,7 +112,7 @@ class Setting(Struct, frozen=True):
 
 
 def fixed(value: Value) -> Callable[[Machine, Mapping[str, str]], Value]:
-    """A default that no machine changes."""
+    """Return a function for a default that is the same on every machine."""
     return lambda _machine, _environ: value
 
 
@@ -166,7 +168,7 @@ def _switch(given: object) -> bool:
 
 
 def text(given: object) -> str:
-    """Something written, without control characters.
+    """Return the value if it is a text without control characters.
 
     Raises:  ValueError: it is not.
     """
@@ -176,8 +178,8 @@ def text(given: object) -> str:
 
 
 def whole(given: object) -> int | None:
-    """A whole number of any type, numpy's included, as an int; None for all other values and for
-    bools.
+    """Return a whole number of any type, including numpy's, as an int; None for all other values
+    and for bools.
     """
     if isinstance(given, bool):
         return None
@@ -192,7 +194,7 @@ def _folder(given: object) -> str:
 
 
 def _words(given: object) -> str:
-    """One text, with a space between two words."""
+    """Parse words to one text, with a space between two words."""
     words = given.split() if isinstance(given, str) else given
     if not isinstance(words, (list, tuple)) or any(" " in text(word) for word in words):
         raise ValueError(given)
@@ -204,7 +206,7 @@ def _file_or_none(given: object) -> str:
 
 
 def choice(*names: str, metavar: str) -> ValueKind:
-    """One of these words."""
+    """Return the kind of a setting whose value is one of these words."""
 
     def parse(given: object) -> str:
         word = text(given).lower()

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def describe_columns(session: Session) -> tuple[DescribedColumn, ...]:
-    """The columns of a job's batches, in their order; opens the job if needed.
+    """Return the columns of a job's batches, in order. Opens the job if needed.
 
     Raises:  DataStallError: no answer within the stall timeout.  DataplaneError: as the node says.
     """
@@ -32,9 +32,9 @@ def describe_columns(session: Session) -> tuple[DescribedColumn, ...]:
 
 
 def read_categories(session: Session, column: str) -> tuple[Any, ...]:
-    """The values that the codes of a column stand for: str, bytes, int or bool, sorted.
+    """Return the values that the codes of a column stand for: str, bytes, int or bool, sorted.
 
-    Raises:  ConfigError: the column does not come as codes.  As `describe_columns`.
+    Raises:  ConfigError: the column is not delivered as codes.  As `describe_columns`.
     """
     return tuple(category_values(session, column).to_pylist())
 
@@ -49,7 +49,7 @@ def category_values(session: Session, column: str) -> Any:
 
 
 def answer_of(session: Session, ask: Callable[[Mount, float], T]) -> T:
-    """Return the answer of this job's node, or of the node that replaces it.
+    """Request something about this job from its node, or from the node that replaces it.
 
     Raises:  DataStallError: no answer within the stall timeout.  DataplaneError: as the node says.
     """

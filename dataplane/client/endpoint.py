@@ -1,7 +1,7 @@
-"""Find and reach the node of this host: an embedded one that this process starts, or one that is
-served.
+"""Find and reach the node of this host: an embedded node that this process starts, or one that is
+run by `dataplane serve`.
 
-No network connection is opened here or anywhere in a trainer: only abstract Unix sockets.
+No network connection is opened here or anywhere else in a trainer: only abstract Unix sockets.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ START_TIMEOUT_S = 60.0
 
 
 class Endpoint(Protocol):
-    """The way to reach a node; a value that may be pickled and sent to DataLoader workers."""
+    """How to reach a node; a value that may be pickled and sent to DataLoader workers."""
 
     @property
     def start_s(self) -> float:
@@ -37,12 +37,13 @@ class Endpoint(Protocol):
 
     @property
     def whom(self) -> str:
-        """The node's name in messages."""
+        """The node's description in messages."""
         ...
 
     def begin(self, source: DatasetSource) -> BegunNode | None:
-        """Start a node ahead of its use, if it must be started here and does not exist. It begins
-        to open this dataset. Does not wait for it, and raises nothing: `reach` tries again.
+        """Start a node before its first use, if this process has to start one and it does not
+        exist. The node begins to open this dataset. Does not wait and raises nothing: `reach` tries
+        again.
         """
         ...
 
@@ -50,13 +51,13 @@ class Endpoint(Protocol):
         """Try once to reach a node, which will open this dataset. Return a connection on which the
         node has sent its Welcome, and the Welcome.
 
-        Raises:  PeerLost: there is no node, or it is gone. It has the noun `status` if a node
-        exited by itself during its start, so that another one would fail too.
+        Raises:  PeerLost: there is no node, or it is gone. The error has the noun `status` if a
+        node exited by itself during its start: another one would fail in the same way.
         """
         ...
 
     def given_up(self, waited_s: float, error: PeerLost) -> PeerLost:
-        """The error to raise after trying for this long."""
+        """Return the error to raise after trying for this long."""
         ...
 
 
@@ -73,14 +74,14 @@ class Embedded(Struct, frozen=True):
 
     @property
     def whom(self) -> str:
-        """The node, as shown to people."""
+        """The node's description in messages."""
         return "the node of this run on this host"
 
     def reach(self, deadline: float, notice: Notice, source: DatasetSource) -> tuple[Wire, Welcome]:
         """Connect, or bind the socket name and start a node on it.
 
         Raises:  PeerLost: the node ended during its start (with its last output); or it does not
-        answer; or another process has the name but is exiting or does not listen yet.
+        answer; or another process has the name but is exiting or not listening yet.
         """
         try:
             sock = sockets.connect(self.name, _left(deadline))
@@ -93,16 +94,16 @@ class Embedded(Struct, frozen=True):
         return _welcomed(sock, deadline, self.name, notice)
 
     def given_up(self, waited_s: float, error: PeerLost) -> PeerLost:
-        """Return the error for a node that was lost again and again."""
+        """Return the error for a node that was lost several times."""
         return PeerLost(
-            f"{self.whom} did not answer for {waited_s:.0f} s, or was lost again and again (a node "
-            f"that is killed has most likely run out of memory); the last: {error}",
+            f"{self.whom} did not answer for {waited_s:.0f} s, or was lost several times (a node "
+            f"that is killed has most likely run out of memory); the last error: {error}",
             peer=f"@{self.name}",
             last_error=str(error),
         )
 
     def begin(self, source: DatasetSource) -> BegunNode | None:
-        """Start the node, unless its name is taken, by a node or by a rank that starts one."""
+        """Start the node, unless its name is taken by a node or by a rank that is starting one."""
         try:
             return self._started(time.monotonic() + START_TIMEOUT_S, source)
         except (FileExistsError, DataplaneError):
@@ -115,7 +116,7 @@ class Embedded(Struct, frozen=True):
         """
         listener = sockets.listen(self.name)
         try:
-            # Before the exec, so that the kernel ends waiting calls whenever the child ends.
+            # Connect before the exec, so that the kernel ends waiting calls if the child ends.
             sock = sockets.connect(self.name, _left(deadline))
             try:
                 node = start_node(listener, self.command, source)
@@ -135,16 +136,16 @@ class Served(Struct, frozen=True):
 
     @property
     def start_s(self) -> float:
-        """No minimum, since others start the node: the settings say how long to wait."""
+        """No minimum: other processes start this node, and the settings say how long to wait."""
         return 0.0
 
     @property
     def whom(self) -> str:
-        """The node, as shown to people."""
+        """The node's description in messages."""
         return f"a node of service {self.address} on this host"
 
     def begin(self, source: DatasetSource) -> None:  # noqa: ARG002
-        """Do nothing: others start the node."""
+        """Do nothing: other processes start this node."""
         return
 
     def reach(
@@ -161,18 +162,18 @@ class Served(Struct, frozen=True):
         return _welcomed(sock, deadline, self.name, notice)
 
     def given_up(self, waited_s: float, error: PeerLost) -> PeerLost:
-        """Return the error after waiting in vain."""
+        """Return the error to raise if no node could be reached."""
         return PeerLost(
-            f"no node of service {self.address} answers on this host, and {waited_s:.0f} s were "
-            f"waited ({error}): start `dataplane serve` here, or `dataplane serve --node --join "
-            f"{self.address}` where the coordinator is on another host, as this same user",
+            f"no node of service {self.address} answered on this host within {waited_s:.0f} s "
+            f"({error}): start `dataplane serve` here, or `dataplane serve --node --join "
+            f"{self.address}` if the coordinator is on another host, as this same user",
             peer=self.address,
             last_error=str(error),
         )
 
 
 def find_endpoint(service: str | None, run: str) -> Endpoint:
-    """Return the endpoint of `service`, or without one that of this run's node.
+    """Return the endpoint of `service`, or without a service that of this run's embedded node.
 
     Raises:  ConfigError: `service` is not an address.
     """
@@ -184,7 +185,7 @@ def find_endpoint(service: str | None, run: str) -> Endpoint:
 def _welcomed(
     sock: socket.socket, deadline: float, name: str, notice: Notice
 ) -> tuple[Wire, Welcome]:
-    # A late import: a node may be started before messages are imported.
+    # A late import, so that a node can be started before messages are imported.
     from dataplane.client.wire import NoAnswer, hello, welcomed, wire_of
 
     wire = wire_of(sock, name)

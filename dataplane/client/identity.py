@@ -1,10 +1,11 @@
 """Names that every rank of a run computes independently: run, incarnation, job.
 
-A *run* of several ranks keeps its id over restarts if its launcher gives one. A single rank is a
-run of its own: other processes may have the same variables, as those that a batch script starts
-side by side. Only torchrun tells these apart. An *incarnation* is one launch of the run: equal on
-all ranks, and new after every restart if the launcher shows it. This module reads /proc, so it is
-Linux only.
+A *run* of several ranks keeps its id over restarts if its launcher provides one. A single rank is a
+run of its own, since unrelated processes may have the same environment, for example those that a
+batch script starts side by side; only torchrun distinguishes these. An *incarnation* is one launch
+of the run: equal on all ranks, and new after every restart if the launcher shows restarts. Without
+a launcher's environment, ranks belong together if one process started them; a rendezvous by user
+and dataset would merge independent launches. This module reads /proc, so it needs Linux.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _RANKS = frozenset(launcher.rank.encode() for launcher in LAUNCHERS)
 
 
 class Launch(Struct, frozen=True):
-    """The names of a launch. `shared`: other ranks have the same ids."""
+    """The names of a launch. `shared` is true if other ranks have the same ids."""
 
     run_id: str
     incarnation: str
@@ -37,9 +38,9 @@ class Launch(Struct, frozen=True):
 
 
 def launch_identity(environ: Mapping[str, str], world_size: int = 1, token: str = "") -> Launch:
-    """The run and the launch that this process belongs to. `token` is a random name that all ranks
-    of this launch agreed on, if they have a process group; launchers may repeat their ids. Ranks of
-    one host without a common name of a run belong together if one process has started them.
+    """Return the run and the launch that this process belongs to. `token` is a random name that all
+    ranks of this launch agreed on, if they have a process group, since launchers may repeat their
+    ids. Without an id of the run, ranks of one host belong together if one process started them.
     """
     run_id = _run_id(environ, world_size)
     if run_id is None and token and world_size > 1:
@@ -56,11 +57,12 @@ def launch_identity(environ: Mapping[str, str], world_size: int = 1, token: str 
 
 
 def node_name(launch: Launch, sharing: str = "") -> str:
-    """Return the name of the node that the ranks of one host share, derived from the first launch
-    of the run that this process knew. So loaders made before and after the ranks have a token share
-    a node. Jobs of one sharing group use one node, whatever launched them. A node has the
-    credentials and settings with which it was started, and finds functions where that process found
-    them: a process without other ranks has one node for each set of these.
+    """Return the name of the node that the ranks of one host share. It is derived from the first
+    launch of the run that this process knew, so that loaders made before and after the ranks agreed
+    on a token share a node. Jobs of one sharing group use one node, whatever launched them.
+
+    A node has the credentials and settings with which it was started, and imports functions from
+    where that process did. So a single rank uses a separate node for each set of these.
     """
     if sharing:
         return f"sharing {sharing}"
@@ -75,13 +77,13 @@ _first: dict[str, str] = {}
 
 
 def _hidden(entries: list[tuple[str, str]]) -> str:
-    """Return a name for these entries that does not reveal them."""
+    """Hash these entries to a name that does not reveal them."""
     return hashlib.blake2b(json.dumps(entries).encode(), digest_size=8, key=_secret()).hexdigest()
 
 
 @functools.cache
 def _secret() -> bytes:
-    """Return a secret, which children that are forked later share."""
+    """Return a secret, which is shared with children that are forked later."""
     return os.urandom(32)
 
 
@@ -128,15 +130,15 @@ def _this_process() -> str:
 
 @functools.cache
 def _starter() -> tuple[str, ...]:
-    """The process that started the ranks: the nearest ancestor without a rank in its environment (a
-    shell between launcher and rank has one). Computed once, since parents may end.
+    """Return the process that started the ranks: the nearest ancestor without a rank in its
+    environment (a shell between launcher and rank has one). Computed once, since parents may end.
     """
     pid, started = os.getppid(), ""
     for _ in range(_ANCESTORS_MAX):
         try:
             parent, started = _parent_and_start(pid)
             environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except OSError:  # of another user, or gone
+        except OSError:  # the process belongs to another user, or has ended
             break
         if not parent or _RANKS.isdisjoint(entry.partition(b"=")[0] for entry in environ):
             break
@@ -145,8 +147,8 @@ def _starter() -> tuple[str, ...]:
 
 
 def _parent_and_start(pid: int) -> tuple[int, str]:
-    """A process's parent and start time; a reused process id has another start time."""
-    # Fields 4 and 22; the name in parentheses before them may hold anything.
+    """Return a process's parent and start time. A reused process id has another start time."""
+    # Fields 4 and 22. The name in parentheses before them may contain any characters.
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return int(fields[1]), fields[19]
 
@@ -159,9 +161,10 @@ _counters: dict[tuple[str, str], Iterator[int]] = {}
 
 
 def job_id(launch: Launch, urls: Sequence[str], name: str | None) -> str:
-    """Return the job of one more loader over these urls: equal on all ranks, which make their
-    loaders in the same order, and different from the one before. A `name`, if given, identifies the
-    job: then the order does not matter, and a later launch with the same name continues the job.
+    """Return the id of the job of the next loader over these urls. It is equal on all ranks, since
+    they make their loaders in the same order, and different from that of the previous loader. A
+    `name` identifies the job instead: the order does not matter then, and a later launch with the
+    same name continues the job.
     """
     if name is not None:
         return name

@@ -1,6 +1,6 @@
-"""Start a node as a child process, by exec, never by fork alone; before its first use, too.
+"""Start a node as a child process, by exec and never by fork alone, possibly before its first use.
 
-The listening socket is created here and inherited, so that its name is taken at once and
+The listening socket is created here and inherited, so that its name is taken at once, and
 connections wait in its backlog while the child still imports.
 """
 
@@ -40,22 +40,22 @@ _REFUSED = 2
 
 
 class NodeProcess(Struct, frozen=True):
-    """A node that was started and has not answered yet. While it starts, its stderr is a memfd."""
+    """A node that was started and has not answered yet. Until then, its stderr is a memfd."""
 
     process: subprocess.Popen[bytes]
     log_fd: int
 
     def failure(self) -> DataplaneError:
-        """Return why the node ended, after it closed the connection: its exit status and the last
-        lines of its output. Status 2 is the node's own refusal, most likely because of a wrong
-        setting. The error has a noun `status` if the node failed by itself, but not if it was
+        """Return the error for a node that closed the connection: its exit status and the last
+        lines of its output. Status 2 means that the node refused to start, most likely because of a
+        wrong setting. The error has a noun `status` if the node exited by itself, but not if it was
         killed or told to exit.
         """
         try:
             status = self.process.wait(_EXIT_WAIT_S)
             how = f"exit status {status}" if status >= 0 else f"signal {-status}"
         except subprocess.TimeoutExpired:
-            how = "it closed the connection, but still runs"
+            how = "it closed the connection, but is still running"
         size = os.fstat(self.log_fd).st_size
         written = os.pread(self.log_fd, _TAIL_BYTES, max(0, size - _TAIL_BYTES))
         tail = written.decode(errors="replace").strip()
@@ -70,7 +70,7 @@ class NodeProcess(Struct, frozen=True):
         )
 
     def started(self) -> None:
-        """Pass on the node's output during its start, since it has answered."""
+        """Write out what the node has logged during its start, since it has answered."""
         said = os.pread(self.log_fd, _TAIL_BYTES, 0)
         if said:
             with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -82,8 +82,8 @@ class NodeProcess(Struct, frozen=True):
 
 
 def node_command() -> tuple[str, ...]:
-    """The command that runs a node. With -P, files beside the training script cannot shadow our
-    modules.
+    """Return the command that runs a node. With -P, files beside the training script cannot shadow
+    our modules.
 
     Raises:  ConfigError: this interpreter does not know its own path.
     """
@@ -117,7 +117,7 @@ def start_node(
     except OSError as error:
         os.close(log_fd)
         raise ConfigError(f"cannot start a node with {command[0]}: {error}") from error
-    # A thread collects the child whenever it ends, also while the trainer does other things.
+    # A thread reaps the child whenever it ends, even if the trainer is busy.
     threading.Thread(target=process.wait, name="dataplane-node-reaper", daemon=True).start()
     return NodeProcess(process, log_fd)
 
@@ -125,7 +125,7 @@ def start_node(
 def _executed(
     command: tuple[str, ...], handed_down: tuple[int, ...], log_fd: int
 ) -> subprocess.Popen[bytes]:
-    """A node that gets a listener, a stderr and what it opens first."""
+    """Run the command with a listener, a stderr, and the file that names its first dataset."""
     listener, stderr, opening = map(str, handed_down)
     own = ("--listener-fd", listener, "--stderr-fd", stderr, "--opening-fd", opening, "--embedded")
     return subprocess.Popen(
@@ -141,30 +141,29 @@ def _executed(
 
 def _environment() -> dict[str, str]:
     return {
-        # No BLAS threads, which numpy would start at import, one per core: a node multiplies no
-        # matrices.
+        # numpy starts one BLAS thread per core at import; a node multiplies no matrices.
         "OPENBLAS_NUM_THREADS": "1",
         **os.environ,
-        # Its workers import the user's functions from where we would.
+        # The node's workers import the user's functions from where this process would.
         IMPORT_PATH_VARIABLE: json.dumps([*map(_absolute, sys.path)]),
     }
 
 
 def _kept_bytecode() -> tuple[str, ...]:
-    """Return options that give the node a place for bytecode, if Python has none; see
+    """Return options that give the node a folder for bytecode, if Python keeps none; see
     `dataplane.base.bytecode`.
     """
     if not bytecode.is_kept_nowhere():
         return ()
-    with contextlib.suppress(ConfigError):  # the node tells
+    with contextlib.suppress(ConfigError):  # the node reports it
         folder = bytecode.own_folder(cache_dir())
         return ("--bytecode", folder) if folder else ()
     return ()
 
 
 def _above_standard(fd: int) -> int:
-    """Return the same file at another number, since the child has standard streams of its own at 0
-    to 2. A process without some of these gets their numbers for its files.
+    """Return the same file with a descriptor above 2, since the child has its own standard streams
+    at 0 to 2. In a process without standard streams, other files get these numbers.
     """
     try:
         return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
@@ -177,7 +176,7 @@ def _absolute(folder: str) -> str:
 
 
 def _written(content: bytes) -> int:
-    """Create a file without a name that has this content."""
+    """Create an unnamed file with this content."""
     fd = os.memfd_create("dataplane-opening", os.MFD_CLOEXEC)
     with open(fd, "wb", closefd=False) as file:
         file.write(content)
@@ -188,20 +187,21 @@ def _written(content: bytes) -> int:
 def _our_stderr() -> int:
     try:
         return os.dup(2)
-    except OSError:  # a daemon without one
+    except OSError:  # this process has no stderr, like some daemons
         return os.open(os.devnull, os.O_WRONLY)
 
 
 # -- begun -------------------------------------------------------------------------------------
 #
-# A node that was started when a loader was made, before its first use.
+# A node that was started when a loader was made, before the loader's first use.
 #
-# A node takes a while to start, to list a dataset and to index it, and a training script has other
-# things to do before its first batch. Nothing here imports messages: the node is started first.
+# A node takes a while to start, and to list and index a dataset; meanwhile, a training script makes
+# its model. Nothing waits for the node, and its errors are raised when the loader is used. Nothing
+# here imports messages, so that the node is started first.
 #
 # Invariants:
-# 1. The connection that is held here, or the node's other trainers, keep the node alive.
-# 2. A forked child has no part in the node.
+# 1. The node lives as long as the connection that is held here, or as it has other trainers.
+# 2. A forked child does not use the node.
 
 _GREET_S = 5.0
 
@@ -218,18 +218,18 @@ class BegunNode:
         _all.add(self)
 
     def greet(self) -> None:
-        """Send Hello, so that the node knows of a trainer; does not wait for its answer."""
+        """Send Hello, so that the node knows of a trainer; does not wait for the answer."""
         from dataplane.client.wire import hello, wire_of
 
         sock, self._sock = self._sock, None
         assert sock is not None
         self._wire = wire_of(sock, self._name)
-        with contextlib.suppress(DataplaneError, TimeoutError):  # `welcomed` tells
+        with contextlib.suppress(DataplaneError, TimeoutError):  # `welcomed` raises it again
             self._hello = hello(self._wire, time.monotonic() + _GREET_S)
 
     def welcomed(self, deadline: float, notice: Notice) -> tuple[Wire, Welcome]:
-        """Return the connection, once the node has answered. Works once; nothing is held here after
-        that.
+        """Return the connection when the node has answered. It can be called once: the caller owns
+        the connection then.
 
         Raises:  PeerLost: the node ended during its start, with its last output, or does not
         answer.  ConfigError: its settings are wrong.  VersionMismatch.
@@ -251,7 +251,7 @@ class BegunNode:
             self._node.close()
 
     def close(self) -> None:
-        """End the node, which nobody needs. May be called twice."""
+        """End the node if nobody else uses it. May be called twice."""
         if os.getpid() != self._pid:
             return
         wire, self._wire = self._wire, None
@@ -264,7 +264,7 @@ class BegunNode:
             self._node.close()
 
     def abandon(self) -> None:
-        """Drop the connection in a forked child: it is the parent's."""
+        """Drop the connection in a forked child, since it belongs to the parent."""
         if self._wire is not None:
             self._wire.abandon()
         if self._sock is not None:

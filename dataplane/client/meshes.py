@@ -1,5 +1,6 @@
-"""Read a process's place from a DeviceMesh of torch, or from the frameworks that it uses, without
-importing any of them.
+"""Read a process's ranks from a DeviceMesh of torch, or from the frameworks that it has imported.
+
+Nothing is imported to find out: importing a framework takes seconds, and may start it.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ OTHER_AXES: Final = frozenset(
 
 
 _PARTS_OF_BATCH: Final = frozenset(["dp_replicate", "dp_shard"])
-"""Together, they are the batch axis of torchtitan."""
+"""These two together are the batch axis of torchtitan."""
 
 
 class Mesh(Protocol):
@@ -63,14 +64,14 @@ class Mesh(Protocol):
 
     @property
     def mesh_dim_names(self) -> tuple[str, ...] | None:
-        """Names of the axes."""
+        """The names of the axes."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Ranks along each axis."""
+        """The number of ranks along each axis."""
 
     def get_coordinate(self) -> Sequence[int] | None:
-        """The place of this process along each axis; None if it is not in the mesh."""
+        """Return the place of this process along each axis; None if it is not in the mesh."""
 
 
 def mesh_topology(
@@ -81,11 +82,11 @@ def mesh_topology(
     world_size: int,
     whole: Mesh | None = None,
 ) -> Topology:
-    """Return the place of the process with this `rank`. Batch axes are joined in the order of the
-    mesh: the last one counts fastest. `whole` is the mesh from which `mesh` was cut, if it was.
+    """Return the topology of the process with this `rank`. Several batch axes are combined in the
+    order of the mesh, the last one counting fastest. `whole` is the mesh that `mesh` was cut from.
 
-    Raises:  ConfigError: it cannot be known which axes are batch axes; or some are left out; or the
-    process is not in the mesh.
+    Raises:  ConfigError: the names do not say which axes are batch axes (a wrong guess would train
+    on wrong samples unnoticed); or some batch axes are missing; or the process is not in the mesh.
     """
     names = _names(mesh)
     at = mesh.get_coordinate()
@@ -121,7 +122,7 @@ def mesh_topology(
 
 
 def is_mesh(given: object) -> bool:
-    """Whether this can be read as a mesh."""
+    """Return whether this can be read as a mesh."""
     return all(hasattr(given, name) for name in ("mesh_dim_names", "shape", "get_coordinate"))
 
 
@@ -135,14 +136,14 @@ def _shown(mesh: Mesh) -> str:
 
 
 def _batch_axes(mesh: Mesh, names: tuple[str, ...], given: Sequence[str | int] | None) -> list[int]:
-    """The numbers of the batch axes, in the order of the mesh."""
+    """Return the numbers of the batch axes, in the order of the mesh."""
     if given is None:
         known = BATCH_AXES | SEQUENCE_AXES | STAGE_AXES | OTHER_AXES
         for axis, name in enumerate(names):
             if mesh.shape[axis] > 1 and name not in known:
                 raise ConfigError(
-                    f"{_shown(mesh)}: whether ranks along {name!r} read different batches cannot "
-                    "be known from its name. Pass the axes along which batches differ, as in "
+                    f"{_shown(mesh)}: the name {name!r} does not say whether ranks along this axis "
+                    "read different batches. Pass the axes along which batches differ, as in "
                     f"batch_axes={[one for one in names if one in BATCH_AXES] or ['…']!r}",
                     field="batch_axes",
                 )
@@ -154,7 +155,7 @@ def _batch_axes(mesh: Mesh, names: tuple[str, ...], given: Sequence[str | int] |
         place: object = names.index(one) if isinstance(one, str) and one in names else one
         if not isinstance(place, int) or isinstance(place, bool) or not 0 <= place < len(names):
             raise ConfigError(
-                f"batch_axes={list(given)!r:.80}: {one!r:.80} is no axis of {_shown(mesh)}",
+                f"batch_axes={list(given)!r:.80}: {one!r:.80} is not an axis of {_shown(mesh)}",
                 field="batch_axes",
             )
         chosen.add(place)
@@ -164,7 +165,7 @@ def _batch_axes(mesh: Mesh, names: tuple[str, ...], given: Sequence[str | int] |
 def _check_whole(
     mesh: Mesh, names: tuple[str, ...], chosen: list[int], world_size: int, whole: Mesh | None
 ) -> None:
-    """Refuse a part of a mesh that lacks a batch axis: ranks along it would read equal batches."""
+    """Refuse part of a mesh that lacks a batch axis: ranks along that would read equal batches."""
     missing: list[str] = []
     size = math.prod(mesh.shape)
     why = "" if whole is None or len(whole.shape) > 1 else _doubt(names, size, world_size)
@@ -191,9 +192,9 @@ def _check_whole(
 
 def _doubt(names: tuple[str, ...], size: int, world_size: int) -> str:
     """Return why a view of the world, such as one of torchtitan's several, may not be the one for
-    batches; "" if it is.
+    batches; "" if there is no doubt.
     """
-    if "fsdp" in names:  # dp_shard and cp
+    if "fsdp" in names:  # it combines dp_shard and cp
         return (
             "and its axis 'fsdp' may join ranks that read different batches with ranks that share "
             "a sequence"
@@ -209,9 +210,7 @@ def _doubt(names: tuple[str, ...], size: int, world_size: int) -> str:
 
 
 def _place(axes: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Return the rank within axes that are joined into one, and their size; an axis is (coordinate,
-    size).
-    """
+    """Combine axes, each (coordinate, size), to one: return the rank within it, and its size."""
     rank, joined = 0, 1
     for coordinate, size in axes:
         rank, joined = rank * size + coordinate, joined * size
@@ -220,7 +219,7 @@ def _place(axes: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 # -- frameworks --------------------------------------------------------------------------------
 #
-# Read a process's place from the frameworks that it uses.
+# Read a process's ranks from the frameworks that it uses.
 #
 # Only modules that the process has imported itself are examined, and only functions that read are
 # called: none of them starts a framework or communicates.
@@ -231,10 +230,10 @@ _DISTRIBUTED = "torch.distributed"
 
 
 def from_frameworks(modules: Modules) -> Topology | None:
-    """The topology that the first framework knows, without local ranks; None if no framework is
-    initialised. `modules` are those of this process: sys.modules.
+    """Return the topology of the first framework that is initialised, without local ranks; None if
+    none is. `modules` are those of this process: sys.modules.
 
-    Raises:  ConfigError: a framework does not answer, or its answer makes no sense.
+    Raises:  ConfigError: a framework fails to answer, or its answer is inconsistent.
     """
     for name, read in READERS:
         try:
@@ -243,7 +242,7 @@ def from_frameworks(modules: Modules) -> Topology | None:
             raise
         except Exception as error:
             raise ConfigError(
-                f"{name} is initialised, but does not tell this process's place "
+                f"{name} is initialised, but does not give the rank of this process "
                 f"({type(error).__name__}: {error}): pass dp_rank= and dp_size=",
                 field="topology",
             ) from error
@@ -253,7 +252,7 @@ def from_frameworks(modules: Modules) -> Topology | None:
 
 
 def ranks_of(modules: Modules) -> tuple[int, int] | None:
-    """torch.distributed's rank and world size; None if it is not initialised."""
+    """Return torch.distributed's rank and world size; None if it is not initialised."""
     group = _group(modules)
     return None if group is None else (int(group.get_rank()), int(group.get_world_size()))
 
@@ -287,11 +286,13 @@ def _megatron(modules: Modules) -> Topology | None:
 
 
 def _deepspeed(modules: Modules) -> Topology | None:
-    """Sources:  deepspeed/utils/groups.py (mpu, mesh_device), runtime/pipe/topology.py
-    (PipelineParallelGrid), runtime/sequence_parallel/parallel_state_sp.py, 0.14 to 0.19.
+    """Read the topology from DeepSpeed.
 
-    Without one of these all ranks are data-parallel, as torch.distributed says. The functions of
-    groups are not asked then, since they make a process group.
+    Without one of the layouts below, all ranks are data-parallel, as torch.distributed says. The
+    functions in groups.py are not called then, since some of them create a process group.
+
+    Sources:  deepspeed/utils/groups.py (mpu, mesh_device), runtime/pipe/topology.py
+    (PipelineParallelGrid), runtime/sequence_parallel/parallel_state_sp.py, 0.14 to 0.19.
     """
     groups: Any = modules.get("deepspeed.utils.groups")
     ranks = ranks_of(modules)
@@ -332,13 +333,13 @@ def _of_mpu(mpu: Any, ranks: tuple[int, int]) -> Topology:
 def _is_started(ulysses: Any) -> bool:
     try:
         ulysses.get_sequence_parallel_group()
-    except AssertionError:  # how it says that there is none
+    except AssertionError:  # raised if there is no such group
         return False
     return True
 
 
 def _of_ulysses(ulysses: Any, ranks: tuple[int, int]) -> Topology:
-    """Ranks of one sequence follow one another."""
+    """Read Ulysses' topology, in which the ranks of one sequence are consecutive."""
     sp = ulysses.get_sequence_parallel_world_size()
     return Topology(
         ranks[0] // sp,
@@ -351,8 +352,10 @@ def _of_ulysses(ulysses: Any, ranks: tuple[int, int]) -> Topology:
 
 
 def _accelerate(modules: Modules) -> Topology | None:
-    """Sources:  accelerate/state.py, and parallelism_config.py: the axes of its mesh are in the
-    order dp_replicate, dp_shard, cp, sp, tp, as ranks count.
+    """Read the topology from Accelerate, whose mesh has the axes dp_replicate, dp_shard, cp, sp, tp
+    in this order, the last one counting fastest.
+
+    Sources:  accelerate/state.py and parallelism_config.py.
     """
     module: Any = modules.get("accelerate.state")
     if module is None or not module.is_initialized():
@@ -384,7 +387,7 @@ def _accelerate(modules: Modules) -> Topology | None:
 
 
 def _horovod(modules: Modules) -> Topology | None:
-    """Source:  horovod/common/basics.py."""
+    """Read the topology from Horovod.   Source:  horovod/common/basics.py."""
     horovod: Any = modules.get("horovod.torch")
     if horovod is None or not horovod.is_initialized():
         return None

@@ -1,7 +1,7 @@
 """The weights of a mixture while a job runs: past, present and future ones, and their effects.
 
-A trainer plans nothing: its node computes the answers from the job, the weights and the place
-alone.
+A trainer plans nothing: its node computes each answer from nothing but the job, the weights and the
+place.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def sample_count(session: Session, epoch: int) -> int:
 
 
 def epoch_steps(session: Session, epoch: int, cursor: int = 0) -> EpochSteps:
-    """The steps of an epoch from a cursor on, with the weights that are known now.
+    """Return the steps of an epoch from a cursor on, with the weights that are known now.
 
     Raises:  DataplaneError: as the node says.
     """
@@ -55,13 +55,13 @@ def epoch_steps(session: Session, epoch: int, cursor: int = 0) -> EpochSteps:
 
 
 def state_at(session: Session, epoch: int, cursor: int) -> RunState:
-    """The state of the job at this place."""
+    """Return the state of the job at this place."""
     return session.state(epoch, cursor, sample_count(session, epoch))
 
 
 def place_of(session: Session, state: RunState) -> tuple[int, int]:
-    """Return the epoch and cursor from which a pass continues. A state taken in the last step of an
-    epoch leaves nothing of it: that pass has no batches, and the next one is the next epoch.
+    """Return the epoch and cursor from which a pass continues. After a state that was taken in the
+    last step of an epoch, the first pass has no batches, and the next one is the next epoch.
     """
     if state.ended is None:
         return state.epoch, state.cursor
@@ -69,11 +69,11 @@ def place_of(session: Session, state: RunState) -> tuple[int, int]:
 
 
 def changed(session: Session, epoch: int, cursor: int, weights: Sequence[float]) -> WeightsChanged:
-    """Return the weights of the job if these come into force at this place or later; without any,
-    those with which the job was opened. Changes nothing.
+    """Return the weights of the job if these take effect at this place or later; without any, those
+    with which the job was opened. Changes nothing.
 
-    Raises:  ConfigError: the job is no mixture, or cannot be planned with them.  DataplaneError: as
-    the node says.
+    Raises:  ConfigError: the job is not a mixture, or cannot be planned with these weights.
+    DataplaneError: as the node says.
     """
     mix = session.mix or MixHistory(())
     ask = partial(_changed, epoch, cursor, mix, tuple(weights))
@@ -81,7 +81,7 @@ def changed(session: Session, epoch: int, cursor: int, weights: Sequence[float])
 
 
 def asked_of(session: Session, epoch: int, cursor: int) -> list[MixAt]:
-    """Return the weights that people have requested, and that a pass which begins here reaches,
+    """Return the weights that people requested and that take effect in a pass that begins here,
     each with its place in this epoch. A request beyond the last step of an epoch belongs to the
     next.
     """
@@ -97,11 +97,11 @@ def asked_of(session: Session, epoch: int, cursor: int) -> list[MixAt]:
 
 
 def follow(session: Session, asked: MixAt, reached: int) -> WeightsChanged | None:
-    """Read with weights that people have requested, on a rank that has come this far in the epoch.
-    None if no epoch can be planned with them from there on, which all ranks find alike: they change
+    """Apply weights that people requested, on a rank that has reached this cursor of the epoch.
+    None if no epoch can be planned with them from there on. All ranks find the same: they change
     nothing, and a warning says so.
 
-    Raises:  ConfigError: it has come too far.
+    Raises:  ConfigError: the rank has passed the place where they take effect.
     """
     at = asked.position
     if at.cursor < reached:
@@ -120,9 +120,9 @@ def follow(session: Session, asked: MixAt, reached: int) -> WeightsChanged | Non
     except ConfigError as error:
         session.mixes_applied.add(asked.seq)
         warnings.warn(
-            f"entry {asked.seq} of the ledger of job {session.request.job_id!r} changes nothing:"
-            f" from sample {at.cursor} of epoch {at.epoch} on, it cannot be read with the weights"
-            f" {weights}: {error}",
+            f"entry {asked.seq} of the ledger of job {session.request.job_id!r} is ignored:"
+            f" from sample {at.cursor} of epoch {at.epoch} on, the mixture cannot be read with the"
+            f" weights {weights}: {error}",
             stacklevel=2,
         )
         return None
@@ -132,7 +132,7 @@ def follow(session: Session, asked: MixAt, reached: int) -> WeightsChanged | Non
 
 
 def catch_up(session: Session, epoch: int, start: int, cursor: int) -> None:
-    """Apply the weights with which a pass of other processes has come from `start` to `cursor`."""
+    """Apply the weights with which another process's pass has come from `start` to `cursor`."""
     for one in asked_of(session, epoch, start):
         if one.position.cursor < cursor:
             follow(session, one, 0)
@@ -141,8 +141,9 @@ def catch_up(session: Session, epoch: int, start: int, cursor: int) -> None:
 def rows_reached(
     session: Session, before: RowsDigest, epoch: int, begin: int, cursor: int
 ) -> RowsDigest:
-    """Return the digest when a pass that began at this place of an epoch has consumed everything up
-    to the cursor. The facts that decide its rows may have become known since it began.
+    """Return the digest after a pass that began at this place has consumed everything up to the
+    cursor. The order is computed now, since facts that decide the pass's rows may have become known
+    after it began.
     """
     digest = before.continued(_rows_order(session, epoch, begin), epoch, begin)
     changes = () if session.mix is None else session.mix.between(epoch, begin, cursor)
@@ -154,7 +155,7 @@ def rows_reached(
 
 
 def _rows_order(session: Session, epoch: int, position: int) -> str:
-    """Return 16 hex digits over everything that decides which rows stand at this place."""
+    """Return 16 hex digits over everything that decides which rows are at this place."""
     job = session.job
     rows = session.changes.rows_digest(job.spec.rows_digest(job.dataset.layout))
     if session.mix is None:

@@ -1,8 +1,8 @@
-"""One loader's membership in a job: opened on first use, opened again after a loss or a fork.
+"""One loader's membership in a job: opened on first use, and opened again after a loss or a fork.
 
-All requests of a loader go through the mount, its current connection. When the node is lost, the
-mount is retired and a new one is made, to a new embedded node or to the same service; then the same
-member opens the job again.
+All requests of a loader use its current connection, the mount. If the node is lost, the mount is
+retired and a new one is made, to a new embedded node or to the same service. Then the same member
+opens the job again.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ from dataplane.model.redact import unsigned
 from dataplane.rpc.messages import JobOpened, OpenJob, StageTimes, Waited, Welcome
 from dataplane.settings import stall_timeout_s
 
-# Opening a job may index a dataset, which reads all of it once if its format has no index.
+# Opening a job may index a dataset, which means reading all of it if its format has no index.
 OPEN_TIMEOUT_S = 1800.0
 _GRACE_S = 2.0
-# In the middle of a run: how often to restart a node that exits by itself during its start.
+# How often to restart a node that exits by itself during its start, in the middle of a run.
 _STARTS_MAX = 3
 _NO_WAITS: Waits = (0, 0, 0, 0, 0, 0)
 
 
 class Session:
-    """A job's open state in this process. Thread-safe. `request.member_id` is filled in here.
+    """A job's open state in this process. Thread-safe. Fills in `request.member_id`.
 
-    With `warns`, the node's advice is shown as warnings when the job is first opened. A node that
-    was `begun` is used first, and left with the session if it was not used.
+    With `warns`, the node's advice is shown as warnings when the job is first opened. If `begun` is
+    a node that was started ahead, it is used first, and closed with the session if it was not used.
     """
 
     def __init__(
@@ -89,10 +89,10 @@ class Session:
         self._mix: MixHistory | None = None
         self._mix_entries: dict[int, LedgerEntry] = {}
         self.mixes_asked: tuple[MixAt, ...] = ()
-        """Other weights that people have asked for, in the order of their places, as far as they
-        are known here. Replaced when others become known."""
+        """Weights that people requested, in the order of their places, as far as they are known
+        here. Replaced when others become known."""
         self.mixes_applied: set[int] = set()
-        """The changes that are in `mix` because a pass has come to their place."""
+        """The requested weights that are in `mix`, since a pass has reached their place."""
         self.epoch_samples: dict[tuple[int, MixHistory], int] = {}
         """How many samples epochs have with these weights, as far as the node was asked."""
         self._closed = False
@@ -110,7 +110,7 @@ class Session:
 
     @property
     def job(self) -> JobOpened:
-        """Return the job, equal on every rank; opens it if needed."""
+        """The opened job, equal on every rank; opens it if needed."""
         return self.mount().job
 
     @property
@@ -132,11 +132,11 @@ class Session:
 
     @property
     def known_mix_entry(self) -> int:
-        """The last known entry of changed weights."""
+        """The number of the last known ledger entry that changes weights."""
         return max(self._mix_entries, default=0)
 
     def learn(self, entries: Iterable[LedgerEntry]) -> None:
-        """Note changed weights that people have requested."""
+        """Note weights that people requested."""
         some = {one.seq: one for one in entries if one.kind == MIX}
         if some.keys() <= self._mix_entries.keys():
             return
@@ -145,8 +145,8 @@ class Session:
         self.mixes_asked = tuple(sorted(mixes, key=lambda one: (one.position, one.seq)))
 
     def state(self, epoch: int, cursor: int, sample_count: int) -> RunState:
-        """The state of the job at this place of an epoch of so many samples; at the last step, the
-        state of the next epoch's start. Costs the same whatever the job's options are.
+        """Return the state of the job at this place of an epoch of this many samples. At the last
+        step, this is the start of the next epoch. The cost does not depend on the job's options.
         """
         job, (known, state) = self.job, self._state or (None, None)
         if state is None or known is not job:
@@ -162,7 +162,7 @@ class Session:
         ).normalised(job.spec, gaps)
 
     def ledger(self, epoch: int, cursor: int) -> str:
-        """The job's ledger at this place, as JSON lines."""
+        """Return the job's ledger at this place, as JSON lines."""
         from dataplane.model.ledger import Ledger, SourceUrls
 
         source, mixture, job = self.request.source, self.request.mixture, self.job
@@ -188,7 +188,7 @@ class Session:
         ).to_lines()
 
     def tally(self) -> Tally:
-        """A tally for a new stream; the counts of closed streams are kept as one sum."""
+        """Return a tally for a new stream; the counts of closed streams are kept as one sum."""
         made = Tally()
         with self._counting:
             past = [tally.statistics() for tally in self._tallies if tally.is_closed]
@@ -197,7 +197,7 @@ class Session:
         return made
 
     def statistics(self) -> Statistics:
-        """The sum over all streams so far, in this process."""
+        """Return the sum over all streams so far, in this process."""
         with self._counting:
             found = sum_of([self._past, *(tally.statistics() for tally in self._tallies)])
         return structs.replace(found, first_batch=self._first_batch)
@@ -229,8 +229,8 @@ class Session:
         return Waited(waits, first) if first or waits != _NO_WAITS else None
 
     def first_slab_notice(self) -> Notice | None:
-        """Return the notice that shows the node's progress with the first slab; None once that is
-        here.
+        """Return the notice that shows the node's progress with the first slab; None once that has
+        arrived.
         """
         place = self.request.topology
         if self._opening is None or place.local_rank:
@@ -241,20 +241,20 @@ class Session:
         return Notice("the first batch", work_of="first batch", **about)
 
     def bound(self, now: float) -> str:
-        """The stage that limited the last seconds; "" if not known yet."""
+        """Return the stage that limited the last seconds; "" if not known yet."""
         return self._recent.stage(now)
 
     def stall_timeout_s(self, job: JobOpened) -> float:
-        """Return how long a rank waits for one slab: slightly longer than the node, whose error
-        says more, unless the user set the time.
+        """Return how long a rank waits for one slab. Unless the user set the time, it is slightly
+        longer than the node waits, since the node's error says more.
         """
         if self._stall_timeout_s is not None:
             return self._stall_timeout_s
         return job.stall_timeout_s + min(_GRACE_S, job.stall_timeout_s / 4)
 
     def mount(self, deadline: float | None = None) -> Mount:
-        """The current connection; a new one in a forked child, or if the last was lost. Losses are
-        retried until the deadline, or without one for the stall timeout.
+        """Return the current connection; a new one in a forked child, or if the last one was lost.
+        Losses are retried until the deadline, or without a deadline for the stall timeout.
 
         Raises:  ClosedError: after `close`.  PeerLost: no node could be reached in that time, or it
                  exits by itself.  DataStallError: it does not open the job. DatasetChangedError:
@@ -285,7 +285,7 @@ class Session:
         return mount
 
     def lost(self, mount: Mount) -> None:
-        """Send no more requests to this mount: `mount()` makes another."""
+        """Stop sending requests to this mount: `mount()` makes another."""
         with self._making:
             if self._mount is mount:
                 self._mount = None
@@ -334,7 +334,7 @@ class Session:
                 raise ClosedError("this loader was closed while it waited for its node")
 
     def _patience_s(self) -> float:
-        """How long to wait for a node before the first batch is requested."""
+        """Return how long to wait for a node before the first batch is requested."""
         if self._job is not None:
             return self.stall_timeout_s(self._job)
         return max(stall_timeout_s(), self.endpoint.start_s)
@@ -361,7 +361,7 @@ class Session:
         return mount
 
     def _check_same(self, known: JobOpened, found: JobOpened) -> None:
-        """Check that a new node has the same job as the node before it."""
+        """Check that a new node opened the same job as the node before it."""
         check_unchanged(self.request.job_id, known.entries, found.entries)
         if known.digest != found.digest:
             raise DatasetChangedError(
@@ -394,9 +394,9 @@ class Session:
         except NoAnswer:
             raise DataStallError(
                 f"node {node_id} did not open job {job!r} over {urls} within "
-                f"{patience.waited_s:.0f} s: `dataplane status` and its log say what it waits for;"
-                " if the shards have no index of their own, or the job has a condition, run"
-                " `dataplane index` on them once, with the same --where",
+                f"{patience.waited_s:.0f} s: see `dataplane status` and the node's log for what it"
+                " waits for; if the shards have no index of their own, or the job has a condition,"
+                " run `dataplane index` on them once, with the same --where",
                 stage="open",
                 job=job,
                 shard=urls,
@@ -428,7 +428,7 @@ def _leave_at_the_end_of(_pid: int) -> None:
     such as a DataLoader worker, exits without atexit, and would otherwise count as lost.
     """
     if multiprocessing.parent_process() is not None:
-        # The lowest priority runs last: queues have sent what they held by then.
+        # The lowest priority runs last: by then, queues have sent what they held.
         multiprocessing.util.Finalize(None, close_all, exitpriority=-100)
 
 

@@ -1,8 +1,8 @@
 """The whole resume state of a loader: small, plain, and the same on every rank.
 
-A state belongs to a job: its dataset, options and seed. It matches a loader with an equal spec
-digest. It also matches a loader with equal options and dataset but another digest: the digest
-covers the dataset's urls, and a dataset keeps its identity in another bucket or folder.
+A state belongs to a job: its dataset, options and seed. It can be loaded by a loader with an equal
+spec digest, and also by a loader with equal options over the same dataset at another location,
+since the digest covers the dataset's urls. See plan/views.py for a dataset's identity.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from dataplane.rpc.messages import JobOpened
 
 # -- digest ------------------------------------------------------------------------------------
 #
-# The digest of the rows that a run was given: one value, by which two runs are compared.
+# The digest of the rows that a run was given: one value, by which two runs can be compared.
 #
-# 1. It depends only on the input of the plan: per epoch the range of positions, and everything that
-#    decides which rows stand there, in which global batches. The rows follow from these and are not
-#    computed, so a state costs the same after any number of steps.
+# 1. It depends only on the input of the plan: for each epoch the range of positions, and everything
+#    that decides which rows are there, in which global batches. The rows follow from these and are
+#    not computed, so a state costs the same after any number of steps.
 # 2. It is the same on every rank and for any number of ranks, and does not depend on where a run
 #    was interrupted: a pass that continues another one extends its range.
 # 3. Skipped positions are in no range.
@@ -37,9 +37,9 @@ _HEX_DIGITS = 16
 
 
 class RowsDigest(Struct, frozen=True):
-    """The digest so far. `base` covers all ranges before the present one, the positions from
-    `begin` to `end` of an epoch. `order` identifies everything that decides their rows. All three
-    are 16 hex digits, or "".
+    """The digest so far. `base` covers all ranges before the present one, which are the positions
+    from `begin` to `end` of an epoch. `order` identifies everything that decides their rows. `base`
+    and `order` are 16 hex digits, or "".
     """
 
     order: str = ""
@@ -50,7 +50,7 @@ class RowsDigest(Struct, frozen=True):
 
     @property
     def value(self) -> str:
-        """The digest: 16 hex digits, or "" if there were no steps."""
+        """Return the digest: 16 hex digits, or "" if there were no steps."""
         if self.begin == self.end:
             return self.base
         text = f"{self.base}:{self.order}:{self.epoch}:{self.begin}:{self.end}"
@@ -73,8 +73,8 @@ class RowsDigest(Struct, frozen=True):
         return found
 
     def to_dict(self, epoch: int, cursor: int) -> dict[str, Any]:
-        """Return the form for a state at this place: at the start of an epoch, the previous one is
-        over.
+        """Return the form for a state at this place. At the start of an epoch, the range of the
+        previous epoch is complete.
         """
         at = self.continued(self.order, epoch, cursor)
         order = "" if at.begin == at.end else at.order
@@ -84,7 +84,7 @@ class RowsDigest(Struct, frozen=True):
     def from_dict(cls, saved: object, epoch: int, cursor: int) -> RowsDigest:
         """Invert `to_dict`.
 
-        Raises:  ConfigError: it is no digest.
+        Raises:  ConfigError: it is not a digest.
         """
         if isinstance(saved, Mapping):
             texts = [saved.get(name) for name in ("order", "base", "value")]
@@ -92,18 +92,18 @@ class RowsDigest(Struct, frozen=True):
             match texts:
                 case [str(order), str(base), str(value)] if begin is not None:
                     found = cls(order, epoch, begin, cursor, base)
-                    # In a state whose position was changed by hand, another range begins.
+                    # If the position of the state was changed by hand, a new range begins there.
                     return found if found.value == value else cls("", epoch, cursor, cursor, value)
         raise ConfigError(f"this state is damaged: its digest is {saved!r:.160}", key="digest")
 
 
 # -- mix state ---------------------------------------------------------------------------------
 #
-# The weights of a mixture in the form of a state: plain values, the same on every rank.
+# The weights of a mixture as they are saved in a state: plain values, the same on every rank.
 
 
 def mix_to_dict(mix: MixHistory, asked: str) -> dict[str, Any]:
-    """Convert weights for a state. `asked` names the weights that the loader was given."""
+    """Convert weights for a state. `asked` identifies the weights that the loader was given."""
     changes = [[each.epoch, each.position, list(each.shares)] for each in mix.changes]
     saved: dict[str, Any] = {"digest": mix.digest, "asked": asked, "changes": changes}
     return {**saved, "length": mix.length} if mix.length else saved
@@ -157,13 +157,13 @@ _OLD_SHARDS = (
 class RunState(Struct, frozen=True):
     """The position of a run: all ranks together have consumed `cursor` samples of `epoch`.
 
-    `options` are the job's options that differ from their default (see `JobSpec.facts`). `pixels`
-    names the software that decoded the images, "" without images or if unknown. `in_last_step`: the
-    state is the start of an epoch, and was taken in the last step of the one before. `digest`
-    covers the rows of all steps so far, if it is known. `mix` are the weights of a mixture, and
-    `asked_weights` names those that its loader was given. `mark` is where the job's ledger was, as
-    far as the run depends on it. `values` are the texts of those options that `options` has as a
-    hash, by name.
+    `options` are the job's options that differ from their default (see `JobSpec.facts`). `values`
+    are the texts of those options that are hashes in `options`, by name. `pixels` names the
+    software that decoded the images; "" without images or if unknown. `in_last_step` means that the
+    state is the start of an epoch, but was taken in the last step of the epoch before. `digest`
+    covers the rows of all steps so far, if they are known. `mix` are the weights of a mixture, and
+    `asked_weights` identifies those that its loader was given. `mark` identifies the last entry of
+    the job's ledger on which the run depends.
     """
 
     spec_digest: str
@@ -190,8 +190,8 @@ class RunState(Struct, frozen=True):
         )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
-        """The state as plain values for saving: under a kilobyte as JSON without a mixture, and two
-        more for each long option.
+        """Return the state as plain values for saving: under a kilobyte as JSON without a mixture,
+        and up to two more for each long option.
         """
         saved: dict[str, Any] = {
             "version": STATE_VERSION,
@@ -223,8 +223,8 @@ class RunState(Struct, frozen=True):
         return self.epoch - 1 if self.in_last_step and not self.cursor else None
 
     def normalised(self, spec: JobSpec, gaps: Gaps = NO_GAPS) -> RunState:
-        """The same position in canonical form: after the last step of an epoch comes the start of
-        the next one. `gaps` are the positions of the epoch that are skipped.
+        """Return the same position in canonical form: the end of an epoch becomes the start of the
+        next one. `gaps` are the skipped positions of the epoch.
         """
         steps = EpochSteps.of(spec, self.sample_count, cursor=self.cursor, gaps=gaps)
         if not self.cursor or steps.count:
@@ -235,8 +235,8 @@ class RunState(Struct, frozen=True):
     def from_dict(cls, saved: object) -> RunState:
         """Invert `to_dict`; unknown keys are ignored.
 
-        Raises:  ConfigError: it is not such a state.  VersionMismatch: it has another version, or
-        its samples another order.
+        Raises:  ConfigError: it is not a loader's state.  VersionMismatch: it has another version,
+        or its samples have another version of the order.
         """
         if not isinstance(saved, Mapping):
             raise ConfigError(
@@ -282,19 +282,19 @@ class RunState(Struct, frozen=True):
 
     def check(self, job: JobOpened, *, dataset_moved: bool = False) -> bool:
         """Check that this job may resume from here. `dataset_moved` accepts a dataset whose ETags
-        differ while its names, sizes, blocks and schema do not. Returns whether that was needed.
+        differ if names, sizes, blocks and schema do not. Return whether that was needed.
 
         Raises:  SpecMismatch: the job would read other samples, or in another order or form; names
-        each option that differs with both values.
+        each option that differs, with both values.
         """
         if self.spec_digest == job.digest and self._has_as_many(job):
             return False
         problems = [*self._dataset_problems(job, dataset_moved), *self._option_problems(job.spec)]
         if any(problem.field in _ROWS for problem in problems):
-            # Another view has another number of rows.
+            # A problem of the rows changes the number of samples: it is not the dataset's.
             problems = [each for each in problems if each.field != "dataset"]
         if any(problem.field in _ABOUT_ROWS for problem in problems):
-            # Options whose defaults follow from the dataset.
+            # The defaults of these options depend on the dataset.
             problems = [each for each in problems if each.field not in _FROM_THE_DATASET]
         if problems:
             sentences = "; ".join(problem.sentence for problem in problems)
@@ -308,7 +308,7 @@ class RunState(Struct, frozen=True):
         return self.dataset != job.dataset
 
     def _has_as_many(self, job: JobOpened) -> bool:
-        # How many samples of its sources a mixture has depends on the weights.
+        # A mixture's number of samples depends on the weights, so it is not compared.
         return self.mix is not None or self.sample_count == job.sample_count
 
     def _dataset_problems(self, job: JobOpened, dataset_moved: bool) -> Iterator[_Problem]:
@@ -385,7 +385,7 @@ def _is_hash(fact: object) -> bool:
 
 
 def _share(value: object) -> str:
-    """Format a number of units of 2**-32."""
+    """Format a share that is given in units of 2**-32."""
     return f"{value / 2**32:.9g}" if isinstance(value, int) and value else "not given"
 
 
@@ -394,8 +394,9 @@ def _shown(value: object) -> str:
 
 
 def _apart(before: str, now: str) -> tuple[str, str]:
-    """Shorten two texts to their differences; short ones stay whole. Of long lists, only entries
-    that one of them lacks remain; of other texts, the surroundings of the first difference.
+    """Shorten two texts to their differences; short texts are not changed. Of long lists, only
+    entries that the other one lacks are shown; of other texts, the part around the first
+    difference.
     """
     if max(len(before), len(now)) <= _SHOWN_LENGTH_MAX:
         return before, now

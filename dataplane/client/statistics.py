@@ -1,8 +1,8 @@
-"""Sum up the causes of a trainer's waits, from the stage times that each slab carries, and find the
-stage that limits a run.
+"""Find the causes of a trainer's waits, and the stage that limits a run, from the stage times that
+each slab carries.
 
-The stages of a slab follow one another up to its hand-over. So a trainer that waited for the slab
-waited during its last stages, and the wait is attributed to these, from the last one back.
+The stages of a slab follow one another until it is handed over. If a trainer waited for the slab,
+it waited during the last of these stages: the wait is attributed to stages from the last one back.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ Waits = tuple[int, int, int, int, int, int]
 
 
 def stages_waited_for(waited: int, times: StageTimes) -> Waits:
-    """(fetch, decode, room, queue, assemble, other): the wait for this slab, divided by stage. If
-    the slab was ready before it was requested, the wait was for the request itself, and counts as
-    other.
+    """Return (fetch, decode, room, queue, assemble, other): the wait for this slab, divided by
+    stage. If the slab was ready before it was requested, the whole wait counts as other.
     """
     stages = (times.assemble, times.queue, times.room, times.decode, times.fetch)
     ready = min(waited, times.ready)
@@ -44,20 +43,21 @@ def stages_waited_for(waited: int, times: StageTimes) -> Waits:
 #
 # The client measures how long the node took to answer and to open the job. The node reports how
 # much of that it spent on the dataset's index and on planning. The rest comes from the stage times
-# of the first slab. Nothing is measured afterwards.
+# of the first slab. After that, nothing more is measured.
 
 _US_A_S = 1e6
 
 
 class FirstBatch(Struct, frozen=True):
-    """The stages of the first batch, one after the other, in seconds; all 0.0 until it arrived.
+    """The duration of each stage of the first batch, in seconds; all 0.0 until it has arrived.
 
-    `node_s`: until the node answered, which an embedded one does once it has started. `index_s`:
-    its shards were listed and indexed, or their saved index was read. `plan_s`: columns, the place
-    in the job, memory. `connect_s`: everything else until the job was open. Then the wait for the
-    first slab, as in Statistics: `fetch_s`, `decode_s`, `room_s`, `queue_s`, `assemble_s`, and
-    `hand_over_s`, which has the plan of its rows and the messages. `queue_s` is the wait for a
-    worker: the start of its process, and all that it is told before the slab, are in it.
+    `node_s` ends when the node has answered, which an embedded node does once it has started.
+    `index_s` is for listing and indexing shards, or reading a saved index. `plan_s` is for columns,
+    the place in the job, and memory. `connect_s` is everything else until the job was open. The
+    rest is the wait for the first slab, as in Statistics: `fetch_s`, `decode_s`, `room_s`,
+    `queue_s`, `assemble_s`, and `hand_over_s`, which includes planning its rows and messages.
+    `queue_s` is the wait for a worker, including the start of its process, and messages that it
+    must receive before the slab.
     """
 
     node_s: float = 0.0
@@ -77,7 +77,7 @@ class FirstBatch(Struct, frozen=True):
         return sum(self.stages().values())
 
     def stages(self) -> dict[str, float]:
-        """Seconds by stage, in their order: "node", "connect", …"""
+        """Return seconds by stage, in order: "node", "connect", …"""
         return {
             "node": self.node_s,
             "connect": self.connect_s,
@@ -96,7 +96,7 @@ NOT_YET = FirstBatch()
 
 
 class Opening(Struct, frozen=True):
-    """The opening of a job; times in seconds, `done_at` in time.monotonic()."""
+    """How long it took to open a job, in seconds; `done_at` is in time.monotonic()."""
 
     node_s: float
     open_s: float
@@ -106,12 +106,13 @@ class Opening(Struct, frozen=True):
 
     @classmethod
     def of(cls, began: float, reached: float, done: float, job: JobOpened) -> Opening:
-        """Make an opening from times `began`, `reached` and `done`, in time.monotonic()."""
+        """Make an Opening from three times in time.monotonic()."""
         return cls(reached - began, done - reached, done, job.index_s, job.plan_s)
 
     def first_batch(self, asked: float, arrived: float, times: StageTimes) -> FirstBatch:
-        """Return the stages of a slab that was requested and arrived at these times, in
-        time.monotonic(). If the request opened the job, it waited for the slab only after that.
+        """Return the stages of the first slab, from the times at which it was requested and
+        arrived, in time.monotonic(). If that request opened the job, the wait for the slab began
+        only when the job was open.
         """
         waited_s = max(arrived - max(asked, self.done_at), 0.0)
         parts = stages_waited_for(round(waited_s * _US_A_S), times)
@@ -124,23 +125,23 @@ class Opening(Struct, frozen=True):
 
 
 class Statistics(Struct, frozen=True):
-    """The work of a loader so far, over the slabs that its trainer has finished. Times are in
+    """The work of a loader so far, for the slabs that its trainer has finished. Times are in
     seconds.
 
     The time of the trainer's loop is the sum of `waited_s`, spent in the loader, and `consumed_s`,
-    spent between two slabs in the trainer's own work. `waited_s` is the sum of its parts: for
-    blocks that were read from storage (`fetch_wait_s`), for blocks that were decoded, for a free
-    slot in the delivery memory (`room_wait_s`), for a free worker (`queue_wait_s`), for the
-    assembly of batches with their images, and for everything else: planning, messages, opening
-    (`other_wait_s`).
+    spent between two slabs in the trainer's own work. `waited_s` is the sum of waits for blocks to
+    be read from storage (`fetch_wait_s`), for blocks to be decoded (`decode_wait_s`), for a free
+    slot in the delivery memory (`room_wait_s`), for a free worker (`queue_wait_s`), for batches to
+    be assembled with their images (`assemble_wait_s`), and for everything else: planning, messages,
+    opening (`other_wait_s`).
 
-    `reading_s` is the time with a read from storage in flight. `worker_count` workers spent
-    `decoding_s` and `assembling_s` on blocks and batches of this job, including `disk_wait_s`
-    waiting for local files. Of the `read_bytes`, the node's own disk had `disk_bytes`, neighbours
-    gave `neighbour_bytes`, and `origin_bytes` came from the store. `memory_bytes` more were needed
-    and not read, since another rank or epoch had left them in memory. `copied_slabs` were copied
-    out of the delivery memory, since the trainer held too much of it. `first_batch` is not a sum:
-    it belongs to the whole run.
+    `reading_s` is the time with at least one read from storage in flight. `worker_count` workers
+    spent `decoding_s` and `assembling_s` on blocks and batches of this job, including `disk_wait_s`
+    waiting for local files. Of the `read_bytes`, `disk_bytes` came from the node's own disk,
+    `neighbour_bytes` from other nodes, and `origin_bytes` from the store. Another `memory_bytes`
+    were needed but not read, since another rank or epoch had left them in memory. `copied_slabs`
+    counts slabs that were copied out of the delivery memory, since the trainer held too much of it.
+    `first_batch` is not a sum: it belongs to the whole run.
     """
 
     slabs: int = 0
@@ -168,21 +169,21 @@ class Statistics(Struct, frozen=True):
 
     @property
     def origin_bytes(self) -> int:
-        """Bytes that were read from the store itself."""
+        """The bytes that were read from the store itself."""
         return self.read_bytes - self.disk_bytes - self.neighbour_bytes
 
     @property
     def elapsed_s(self) -> float:
-        """Time of the trainer's loop; for several loops, their sum."""
+        """The time of the trainer's loop; for several loops, their sum."""
         return self.consumed_s + self.waited_s
 
     @property
     def samples_per_s(self) -> float:
-        """0.0 before the first slab was consumed."""
+        """The rate of the loop; 0.0 before the first slab was consumed."""
         return self.samples / self.elapsed_s if self.elapsed_s else 0.0
 
     def since(self, before: Statistics) -> Statistics:
-        """The difference to an earlier value of the same loader."""
+        """Return the difference to an earlier value of the same loader."""
         return self._with(before, -1)
 
     def plus(self, other: Statistics) -> Statistics:
@@ -241,8 +242,8 @@ class Tally:
         return waits
 
     def consumed(self, seconds: float) -> None:
-        """Note that the trainer requested the next slab this long after it got the last one, which
-        now counts as consumed.
+        """Note that the trainer requested the next slab this long after it got the previous one,
+        which now counts as consumed.
         """
         if self._in_hand is None:
             return
@@ -289,7 +290,7 @@ class Tally:
 
 # -- bound -------------------------------------------------------------------------------------
 #
-# Finds the stage that limits a run, and the rate without that limit. Pure.
+# Find the stage that limits a run, and the rate without that limit. Pure.
 #
 # If a stage (workers or storage) is busy all the time while the trainer waits, it is the bound.
 # Otherwise the bound is the stage that the trainer waited for longest. If the trainer hardly waits,
@@ -308,18 +309,18 @@ class Stage(enum.Enum):
     DECODE = "decode"
     ASSEMBLE = "assemble"
     WORKERS = "workers"
-    """The workers are busy with other jobs, or no other node makes slabs for one without any."""
+    """Workers are busy with other jobs, or this node has none and no other node makes slabs."""
     ROOM = "delivery memory"
     NODE = "node"
     CONSUMER = "consumer"
 
 
 class Bound(Struct, frozen=True):
-    """The bound of a run. Shares are of the loop's time, 0 to 1; `busy` is the share of time that
-    each stage was busy, averaged over all workers.
+    """The bound of a run. Shares are shares of the loop's time, 0 to 1; `busy` is the share of time
+    that each stage was busy, averaged over all workers.
 
-    `samples_per_s_without` is the approximate rate if this stage took no time at all: the rate of
-    the slowest other stage. None: there was no other stage to measure.
+    `samples_per_s_without` is the approximate rate if this stage took no time: the rate of the
+    slowest other stage, or None if no other stage was measured.
     """
 
     stage: Stage
@@ -330,7 +331,7 @@ class Bound(Struct, frozen=True):
 
 
 class Recent:
-    """The bound of a loader over its last seconds. `statistics` cover its whole run so far."""
+    """The bound of a loader over its last seconds. `statistics` returns those of the whole run."""
 
     def __init__(self, statistics: Callable[[], Statistics]) -> None:
         self._statistics = statistics
@@ -339,7 +340,7 @@ class Recent:
         self._stage = ""
 
     def stage(self, now: float) -> str:
-        """The name of the stage; "" if none is known yet."""
+        """Return the name of the stage; "" if none is known yet."""
         if now - self._told_at >= _RECENT_S:
             self._told_at = now
             found = self._statistics()
@@ -350,14 +351,14 @@ class Recent:
 
 
 def bound_of(found: Statistics) -> Bound | None:
-    """The bound of the run with these statistics; None before its first slab is consumed."""
+    """Return the bound of a run; None before its first slab is consumed."""
     elapsed_s = found.elapsed_s
     if not found.samples or elapsed_s <= 0:
         return None
     disk = _disk_part(found)
     workers = max(found.worker_count, 1)
     seconds = {
-        # Workers read local files, so all of them may wait for a disk at once.
+        # Workers read local files: all of them may wait for a disk at once.
         Stage.STORAGE: found.reading_s + found.disk_wait_s / workers,
         Stage.DECODE: found.decoding_s * (1 - disk) / workers,
         Stage.ASSEMBLE: found.assembling_s * (1 - disk) / workers,
@@ -414,6 +415,6 @@ def _without(found: Statistics, stage: Stage, seconds: dict[Stage, float]) -> fl
     """Return the rate of the slowest other stage. Decoding and assembly share the workers."""
     left = {other: spent for other, spent in seconds.items() if other is not stage}
     workers_s = left.pop(Stage.DECODE, 0.0) + left.pop(Stage.ASSEMBLE, 0.0)
-    # The time for messages and planning remains.
+    # Messages and planning still take their time.
     slowest_s = max(workers_s, found.other_wait_s, *left.values())
     return found.samples / slowest_s if slowest_s > 0 else None

@@ -1,8 +1,12 @@
 """A stream of slabs, and the batches in them.
 
-The next slab is requested when the previous one comes into use, so that its answer usually waits in
-the socket. The caller names the step that it needs. If that differs from the step that would come
-next (after an interrupt or the death of a node), the stream is opened again at the needed step.
+The next slab is requested when the trainer begins to use the present one, so that the answer
+usually is in the socket when it is needed. The caller names the step that it needs. If that is not
+the next one (after an interrupt, or the death of a node), the stream is opened again at the needed
+step.
+
+A trainer requests slabs; the node does not push them: that would need credits, and a slab that was
+already sent cannot be taken back for a stream that needs the memory more.
 """
 
 from __future__ import annotations
@@ -42,10 +46,10 @@ AHEAD_STREAMS_MAX = 2
 
 
 class Batches(Struct, frozen=True):
-    """Consecutive batches of a stream, and their memory; Slab and Column say where they are in it.
+    """Consecutive batches of a stream, and their memory. Slab and Column give offsets within it.
 
-    Shapes:  memory: uint8[bytes], writable; offsets count from its start. The batches live as long
-    as this memory or a view of it.
+    Shapes:  memory: uint8[bytes], writable. The batches live as long as this memory or a view of
+    it.
     """
 
     memory: Bytes
@@ -83,10 +87,10 @@ class SlabStream:
         self._tally = session.tally()
         self._consumed = cursor
         self.stall_s = 0.0
-        """Time waited for slabs so far."""
+        """The time waited for slabs so far, in seconds."""
 
     def batches_from(self, step: int) -> list[Batches]:
-        """The next slab: its first batch is that of `step`. Empty at the end of the epoch.
+        """Return the next slab, whose first batch is that of `step`; empty at the end of the epoch.
 
         Held memory is bounded: beyond the bound, batches are copied to ordinary memory one by one.
 
@@ -121,7 +125,7 @@ class SlabStream:
 
     @property
     def consumed(self) -> int:
-        """Record the samples that all ranks have consumed; sent with the next message."""
+        """How many samples all ranks have consumed; sent with the next message."""
         return self._consumed
 
     @consumed.setter
@@ -131,13 +135,13 @@ class SlabStream:
             self._mount.progress = self._epoch, cursor
 
     def change(self, mix: MixHistory) -> None:
-        """Read the next slab with these weights of a mixture. Never waits."""
+        """Use these weights of a mixture from the next slab on. Never waits."""
         self._leave()
         self.mix = mix
 
     @property
     def is_at_hand(self) -> bool:
-        """Whether the next slab has arrived, so that `batches_from` does not wait."""
+        """Return whether the next slab has arrived, so that `batches_from` does not wait."""
         mount, pending = self._mount, self._pending
         if self._is_closed or mount is None or pending is None or mount.wire.is_lost:
             return False
@@ -151,12 +155,12 @@ class SlabStream:
         self._leave()
 
     def __del__(self) -> None:
-        # A stream whose constructor failed has nothing to leave.
+        # If the constructor failed, there is nothing to close.
         with contextlib.suppress(AttributeError):
             self.close()
 
     def _slab(self, step: int) -> tuple[Slab | None, Mount]:
-        """The slab, from the current node or, after a loss, from its successor."""
+        """Return the slab, from the current node or, after a loss, from its successor."""
         if self._is_closed:
             raise ClosedError("this stream was closed")
         mount = self._session.mount()
@@ -180,7 +184,7 @@ class SlabStream:
     def _next_mount(
         self, losses: int, deadline: float, last_error: str, stall: Callable[[str], DataStallError]
     ) -> Mount:
-        """Another connection, after a pause that is longer after each loss."""
+        """Return another connection, after a pause that gets longer with each loss."""
         if losses > 1:
             pause_s = random.uniform(0, min(5.0, 0.1 * 2 ** (losses - 1)))  # noqa: S311
             threading.Event().wait(min(pause_s, max(0.0, deadline - time.monotonic())))
@@ -189,12 +193,12 @@ class SlabStream:
         try:
             return self._session.mount(deadline)
         except PeerLost as error:
-            if "status" in error.nouns:  # a node that ends by itself has said why
+            if "status" in error.nouns:  # the node exited by itself, and the error says why
                 raise
             raise stall(str(error)) from None
 
     def _step_of(self, mount: Mount, step: int, deadline: float) -> Slab | None:
-        """The slab that begins with `step`, from the open stream or from one opened there."""
+        """Return the slab that begins with `step`, opening a stream there if needed."""
         while True:
             if mount is not self._mount or self._stream_id is None or step != self._next_step:
                 self._leave()
@@ -216,8 +220,8 @@ class SlabStream:
         if isinstance(body, EndOfStream) and step >= self._step_count:
             return None
         if not isinstance(body, Slab) or not self._continues(body, step):
-            # An interrupt lost the answer. Ask again on a new connection; the node frees the lost
-            # slab when this one closes.
+            # An interrupt lost the answer. Ask again on a new connection: the node frees the lost
+            # slab when the old one closes.
             self._session.lost(mount)
             raise PeerLost(f"expected step {step} and found {body!r:.200}", peer=mount.node_id)
         self._next_step = step + len(body.batches) * self._stride
@@ -235,8 +239,8 @@ class SlabStream:
                 notice.over()
 
     def _may_ask_ahead(self, mount: Mount) -> bool:
-        """Whether to request a slab ahead: a slab that waits in the socket takes memory that other
-        streams of this rank may need.
+        """Return whether to request a slab ahead. A slab that waits in the socket takes memory that
+        other streams of this rank may need.
         """
         return self._ahead and len(mount.asked_ahead) < AHEAD_STREAMS_MAX
 
@@ -292,9 +296,7 @@ class SlabStream:
 
 
 def copied(batches: Batches, specs: tuple[ColumnSpec, ...]) -> list[Batches]:
-    """Copy each batch to its own ordinary memory, so that keeping one batch keeps only
-    that batch.
-    """
+    """Copy each batch to ordinary memory of its own, so that keeping one batch keeps only that."""
     return [_copied_one(batches, specs, i) for i in range(len(batches.batches))]
 
 

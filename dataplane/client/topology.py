@@ -1,8 +1,8 @@
-"""Finds the place of this process among the ranks of its run.
+"""Find the ranks of this process.
 
 Sources, in this order: an explicit topology; a DeviceMesh; the frameworks that the process uses
-(meshes.py); the environment of its launcher. Without any, the process is a
-single rank. The topology says which source won.
+(meshes.py); the environment of its launcher. Without any, the process is a single rank. The
+topology's `source` says which of these was used.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ ALONE: Final = "no launcher: a single process"
 
 
 class Launcher(Struct, frozen=True):
-    """The variables of one launcher. `local_size` may be several numbers, in Slurm's notation.
+    """The environment variables of one launcher. `local_size` may be several numbers, in Slurm's
+    notation.
 
     Sources:  torchrun: "Environment Variables" of docs.pytorch.org/docs/stable/elastic/run.html;
     also set for each pod by Kubeflow's PyTorchJob (pkg/controller.v1/pytorch/envvar.go) and
@@ -77,13 +78,13 @@ _OF_TRAINER = Launcher("a JobSet of Kubeflow Trainer", "PET_NODE_RANK", "PET_NNO
 
 
 def from_environment(environ: Mapping[str, str]) -> Topology:
-    """The topology in the launcher's variables; a single rank without a launcher.
+    """Return the topology in the launcher's variables; a single rank without a launcher.
 
-    A shell inside a Slurm allocation has the size but no rank: it was not launched as a rank, so it
+    A shell inside a Slurm allocation has a size but no rank. It was not launched as a rank, so it
     is a single rank.
 
-    Raises:  ConfigError: a rank without a size, invalid numbers, or contradictory ones; or a rank
-    that is not one of processes.
+    Raises:  ConfigError: a rank without a size, invalid or contradictory numbers, or a rank that
+    counts pods instead of processes.
     """
     _refuse_pod_rank(environ)
     for launcher in LAUNCHERS:
@@ -99,8 +100,8 @@ def from_environment(environ: Mapping[str, str]) -> Topology:
 
 def several_pods(environ: Mapping[str, str]) -> str:
     """Return the variable that shows that a process without a rank is in one of several pods of a
-    Job or JobSet; "" if there is none. The first pod has index 0, like a single pod, but manifests
-    name a master's address only for several.
+    Job or JobSet; "" if there is none. An index of 0 does not show it, since a single pod has it,
+    too, but manifests name a master's address only for several pods.
     """
     index, master = environ.get("JOB_COMPLETION_INDEX", ""), environ.get("MASTER_ADDR", "")
     if index.isdecimal() and int(index):
@@ -127,8 +128,8 @@ def _refuse_pod_rank(environ: Mapping[str, str]) -> None:
 
 
 def _is_batch_script(environ: Mapping[str, str], launcher: Launcher) -> bool:
-    """Whether this is the script of an sbatch job itself: its variables give it rank 0 of all
-    tasks, but only processes started by srun are tasks.
+    """Return whether this is the script of an sbatch job itself. Its variables give it rank 0 of
+    all tasks, but only processes started by srun are tasks.
     """
     in_script = environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environ
     return launcher.name == "Slurm" and in_script
@@ -151,8 +152,8 @@ def _launched(environ: Mapping[str, str], launcher: Launcher) -> Topology:
         )
     local_rank = _number(environ, launcher.local_rank) if launcher.local_rank in environ else 0
     named = next((name for name in launcher.local_size if name in environ), None)
-    # Slurm writes "4(x2),3": two nodes with four tasks and one with three. Which of them this node
-    # is cannot be known and does not matter: take the smallest consistent number.
+    # Slurm writes "4(x2),3": two nodes with four tasks and one with three. Nothing says which of
+    # them this node is, and it does not matter: take the smallest consistent number.
     text = "" if named is None else environ[named]
     local_size = int(text) if text.isdecimal() else local_rank + 1
     if named is not None and not text.isdecimal() and launcher.name != "Slurm":
@@ -170,9 +171,7 @@ def _launched(environ: Mapping[str, str], launcher: Launcher) -> Topology:
 
 
 def _named(environ: Mapping[str, str], launcher: Launcher) -> str:
-    """Return the launcher that set these variables: others than torchrun set RANK and WORLD_SIZE
-    too.
-    """
+    """Return which launcher set these variables: several set RANK and WORLD_SIZE."""
     if launcher.rank != "RANK" or "TORCHELASTIC_RUN_ID" in environ or "LOCAL_RANK" in environ:
         return launcher.name
     if "VC_TASK_INDEX" in environ or "VK_TASK_INDEX" in environ:
@@ -196,7 +195,7 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 
 
 class MeshGiven(Struct, frozen=True):
-    """A mesh to read; `whole` is the one that it was cut from. `batch_axes` may be None."""
+    """A mesh to read. `whole` is the mesh that it was cut from. `batch_axes` may be None."""
 
     mesh: Mesh
     batch_axes: Sequence[str | int] | None = None
@@ -212,9 +211,9 @@ def find_topology(
     dp_rank: int | None = None,
     dp_size: int | None = None,
 ) -> Topology:
-    """The topology of this process. `modules` are those that it has imported.
+    """Return the topology of this process. `modules` are those that it has imported.
 
-    `dp_rank` and `dp_size` replace those that were found, for layouts that nothing here knows.
+    `dp_rank` and `dp_size` replace the ones that were found, for layouts that are unknown here.
 
     Raises:  ConfigError: values that are not a topology; names the variable, framework or argument.
     """
@@ -235,12 +234,12 @@ def find_topology(
 
 @functools.cache
 def _warn_of(pods: str) -> None:
-    """Once in a process."""
+    """Warn once in a process that its pod has no rank."""
     warnings.warn(
-        f"{pods}: this is one of several pods of a Job or JobSet, and nothing gives it a rank. So "
-        "it reads the whole dataset as a single process, and so does each of the others. Start the "
+        f"{pods}: this is one of several pods of a Job or JobSet, but no variable gives it a rank, "
+        "so it reads the whole dataset as a single process, like each of the other pods. Start the "
         "processes with torchrun, or set RANK and WORLD_SIZE in the pods. If every pod is meant to "
-        "read all of it, pass dp_rank=0, dp_size=1",
+        "read the whole dataset, pass dp_rank=0, dp_size=1",
         stacklevel=4,
     )
 
@@ -259,7 +258,7 @@ def _found(environ: Mapping[str, str], mesh: MeshGiven | None, modules: Modules)
     if found.local_world_size > 1:
         return found
     launched = Topology()
-    with contextlib.suppress(ConfigError):  # the framework knows more
+    with contextlib.suppress(ConfigError):  # the framework's answer counts more
         launched = from_environment(environ)
     if launched.world_size != found.world_size:
         return replace(found, local_world_size=found.local_rank + 1)
@@ -268,7 +267,7 @@ def _found(environ: Mapping[str, str], mesh: MeshGiven | None, modules: Modules)
 
 
 def _whole(given: Topology) -> Topology:
-    """The same as plain ints, since ranks may be numpy integers."""
+    """Return the same topology as plain ints, since ranks may be numpy integers."""
     names = [each.name for each in fields(given) if each.name != "source"]
     numbers = {name: whole(getattr(given, name)) for name in names}
     for name, number in numbers.items():

@@ -1,7 +1,7 @@
 """Waiting for a node: the deadline, the pauses, and the log lines.
 
-Every loss before a job is open is retried: a node that dies while it starts or opens the job, one
-that drains, one that does not exist yet. The requests themselves are in session.py.
+Every loss before a job is open is retried: a node that dies while it starts or opens the job, a
+node that drains, a node that does not exist yet. session.py sends the requests.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _trace = Trace("client")
 
 class Notice:
     """The log lines of one wait: one after a few seconds, and one when it is over. If `shows_work`,
-    the node's reports of progress are shown instead: on a terminal in a line that changes, and
-    elsewhere in a line of the log every ten seconds.
+    the node's progress is shown instead: on a terminal in a line that is overwritten, and elsewhere
+    in a log line every ten seconds.
     """
 
     def __init__(
@@ -41,7 +41,9 @@ class Notice:
         self._shown_at = self._since + TELL_AFTER_S - _LINES_S
 
     def due(self, deadline: float) -> float:
-        """When to call `tell`, in time.monotonic(), if it was not called yet; else the deadline."""
+        """Return when to call `tell` if it was not called yet, in time.monotonic(); otherwise the
+        deadline.
+        """
         return deadline if self._is_told else min(deadline, self._since + TELL_AFTER_S)
 
     def tell(self, error: str = "") -> None:
@@ -93,7 +95,8 @@ def _words(work: Working) -> str:
 
 
 class Patience:
-    """The time for retries after losses. Time in which a node works for us does not count.
+    """The time for retries after losses. Time in which a node works for this process does not
+    count.
 
     `until`, and `last`, the final limit, are in time.monotonic().
     """
@@ -103,11 +106,11 @@ class Patience:
         self._began = time.monotonic()
         self._losses = 0
         self.worked_s = 0.0
-        """For how long nodes were at work."""
+        """For how many seconds nodes were at work."""
 
     @property
     def until(self) -> float:
-        """When to give up, if no node works for us until then."""
+        """When to give up if no node does any work until then."""
         return min(self._until, self.last)
 
     @property
@@ -116,12 +119,12 @@ class Patience:
         return time.monotonic() - self._began
 
     def extend(self, seconds: float) -> None:
-        """Add this time, in which a node has worked for us."""
+        """Add this time, in which a node has worked for this process."""
         self._until += seconds
         self.worked_s += seconds
 
     def worked(self, seconds: float) -> None:
-        """Add this time, in which a node has reported progress; the final limit moves, too."""
+        """Add this time, in which a node has reported progress; the final limit moves as well."""
         self.last += seconds
 
     def pause(self, notice: Notice, error: PeerLost) -> bool:

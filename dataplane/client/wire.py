@@ -2,15 +2,15 @@
 
 Invariants:
 1. One thread at a time receives for all threads; every answer goes to the slot of its request.
-2. An answer whose request was forgotten goes to `strays`, whose reader returns its slab.
+2. An answer whose request was forgotten is added to `strays`, whose reader returns its slab.
 3. Nothing is received unless the socket has it: an interrupt (Ctrl-C) while waiting loses nothing.
-   An interrupt in the short moment of receiving ends the wire, since an answer may be lost; the
-   socket stays open for as long as slabs of it are held.
+   An interrupt in the short moment of receiving ends the connection, since an answer may be lost;
+   the socket stays open as long as slabs from it are held.
 4. `tell_nowait` and `forget` take no lock and never wait: finalizers may call them.
 5. A waiting thread first sets `is_waiting` and then calls its `flush`. So data that another thread
    queues for the next message is sent either by that thread, which sees the flag, or by `flush`.
-6. While the node says that it is working for a request, that request has no deadline: one begins
-   anew whenever the node says so.
+6. While the node reports that it works on a request, that request has no fixed deadline: each
+   report starts its timeout again.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ Answer = tuple[FromNodeBody, Descriptors]
 
 
 class NoAnswer(TimeoutError):
-    """Raised when a deadline has passed. Any other TimeoutError comes from a user's signal
-    handler.
+    """A deadline has passed. A separate class, since a user's signal handler may raise
+    TimeoutError.
     """
 
 
 class Wire:
-    """Requests are sent at once; `wait` waits for the answer by the request's id."""
+    """A connection to a node. Requests are sent at once; `wait` returns the answer to one."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -61,7 +61,7 @@ class Wire:
         self._turn = threading.Condition()
         self._slots: dict[int, Answer | None] = {}
         self._working: dict[int, tuple[float, Working]] = {}
-        """The last Working message of the node for each request, and when it came."""
+        """The node's last Working message for each request, and when it came."""
         self._forgotten: set[int] = set()
         self._receiver: int | None = None
         self._waiters: set[int] = set()
@@ -71,11 +71,11 @@ class Wire:
         self._closed = False
         self.peer_gone = False
         self.worked_at = 0.0
-        """When the node has said last that it works for a request, in time.monotonic()."""
+        """When the node last reported work on a request, in time.monotonic()."""
 
     @property
     def is_waiting(self) -> bool:
-        """Whether some thread waits for an answer now."""
+        """Whether some thread is waiting for an answer."""
         return bool(self._waiters)
 
     @property
@@ -114,7 +114,7 @@ class Wire:
         flush: Callable[[], None] | None = None,
     ) -> Answer:
         """Return the answer to a request, once. An answer that is an error is returned, not raised.
-        The `notice` gets the node's reports of progress; `flush` sends queued messages.
+        The node's reports of progress go to `notice`; `flush` sends queued messages.
 
         Raises:  PeerLost: no answer will come.  NoAnswer: none came in time.
         """
@@ -214,8 +214,8 @@ class Wire:
             raise
 
     def forget(self, request_id: int) -> None:
-        """Forget a request whose answer is no longer needed: the answer counts as a stray, now or
-        when it comes.
+        """Forget a request whose answer is no longer needed. The answer is passed to `stray` when
+        it comes, or now if it has come.
         """
         if self._lost is None:
             self._forgotten.add(request_id)
@@ -225,7 +225,7 @@ class Wire:
             self._dispose(answer)
 
     def tell_nowait(self, body: ToNodeBody) -> bool:
-        """Send a message without an answer; False if the socket has no room now."""
+        """Send a message that has no answer; return False if the socket has no room now."""
         if self._closed:
             return True
         try:
@@ -237,7 +237,7 @@ class Wire:
         return True
 
     def tell_last(self, body: ToNodeBody, seconds_max: float) -> None:
-        """`tell_nowait` at the end of a process: waits for room, but not for long."""
+        """Send a message that has no answer at the end of a process, waiting briefly for room."""
         deadline = time.monotonic() + seconds_max
         with contextlib.suppress(NoAnswer, PeerLost):
             while not self.tell_nowait(body):
@@ -255,12 +255,12 @@ class Wire:
             self.forget(request_id)
 
     def abandon(self) -> None:
-        """Close the descriptor of a socket that another process keeps using."""
+        """Close the descriptor in this process, while another process keeps using the socket."""
         self._closed = True
         self._lost = "this connection belongs to the parent process"
         self._turn = (
             threading.Condition()
-        )  # a thread that does not exist in this process may hold the old one
+        )  # the old lock may be held by a thread that does not exist in this process
         self._sock.close()
 
     def leave_open(self) -> None:
@@ -316,8 +316,8 @@ class Wire:
             self._dispose(answer)
             return
         self._slots[request_id] = answer
-        # `forget` takes no lock: it adds, then pops. Here it is the reverse, so that one of the two
-        # always finds the answer.
+        # `forget` takes no lock: it adds to one set, then pops from the other. The reverse order
+        # here ensures that one of the two always finds the answer.
         if request_id in self._forgotten:
             self._forgotten.discard(request_id)
             late = self._slots.pop(request_id, None)
@@ -346,12 +346,11 @@ def _left(deadline: float) -> float:
 
 # -- greeting ----------------------------------------------------------------------------------
 #
-# The first messages between a process and a node: they introduce both, and check that they fit
-# together.
+# The first messages between a process and a node, which identify both and compare versions.
 
 
 def wire_of(sock: socket.socket, name: str) -> Wire:
-    """Make a connection to the node of this name, over a socket that it then owns.
+    """Make a connection to the node of this name; it owns the socket from then on.
 
     Raises:  ConfigError: another user listens there.
     """
@@ -360,8 +359,8 @@ def wire_of(sock: socket.socket, name: str) -> Wire:
     if uid != os.getuid():
         wire.close()
         raise ConfigError(
-            f"what listens at @{name} belongs to user {uid}, not to user {os.getuid()}: it is not "
-            "our node"
+            f"the process that listens at @{name} belongs to user {uid}, not to {os.getuid()}: "
+            "it is not a node of this user"
         )
     return wire
 
@@ -374,7 +373,7 @@ def hello(wire: Wire, deadline: float) -> int:
 def welcomed(wire: Wire, request_id: int, name: str, deadline: float, notice: Notice) -> Welcome:
     """Return the answer to a Hello; on an error, the connection is closed.
 
-    Raises:  PeerLost: it does not answer, or is gone.  ConfigError: it is no node.
+    Raises:  PeerLost: it does not answer, or is gone.  ConfigError: it is not a node.
     VersionMismatch: it has another version.
     """
     try:

@@ -1,1 +1,1 @@
-"""The commands of `dataplane`, one a file; `cli.py` is their group."""
+"""The commands of `dataplane`, one per file; `cli.py` is their group."""

@@ -39,10 +39,10 @@ from dataplane.transforms.row_filter import BlockRows, RowFilter, reads_columns
 
 # -- stores ------------------------------------------------------------------------------------
 #
-# The stores that commands read. If one does not answer, the command waits and tells the user.
+# The stores that commands read. If one does not answer, the command waits and says so.
 
 WAIT_S = 60.0
-"""Shorter than a run's wait: a person is at the screen and can retry."""
+"""Shorter than a run waits, since a person watches the command and can run it again."""
 
 
 def _tell(outage: Outage) -> None:
@@ -104,7 +104,7 @@ def opened(
 
 
 def schema_of(manifest: Manifest) -> pa.Schema:
-    """The dataset's schema."""
+    """Return the dataset's schema."""
     return pa.ipc.read_schema(pa.py_buffer(manifest.schema))
 
 
@@ -116,10 +116,10 @@ def read_block(
     connect_to: Connect = STORES.connect,
     view: View = _ALL,
 ) -> pa.RecordBatch:
-    """Read one block of the manifest through the store and the format. Of a view's manifest, only
-    the rows that the view has are returned.
+    """Read one block of the manifest through the store and the format. If the manifest is that of a
+    view, only the rows of the view are returned.
 
-    Raises:  CorruptShard.  DatasetChangedError.  The StoreError family.
+    Raises:  CorruptShard.  DatasetChangedError.  StoreError and its subclasses.
     """
     shard = manifest.shards[int(manifest.block_shard[block])]
     store = connect_to(shard.url)
@@ -150,8 +150,8 @@ def read_block(
 
 
 def row_names(manifest: Manifest, view: View) -> RowNames:
-    """Return the names of a manifest's rows, or of the rows of this view. It reads the columns of
-    the view's condition of each block that is looked up.
+    """Return the names of a manifest's rows, or of the rows of this view. For each block that is
+    looked up, the columns of the view's condition are read.
     """
     if manifest.whole is None or not filters(view):
         return RowNames(manifest)
@@ -175,7 +175,7 @@ def row_names(manifest: Manifest, view: View) -> RowNames:
 
 
 def facts(manifest: Manifest) -> dict[str, object]:
-    """A manifest in a few numbers."""
+    """Summarize a manifest in a few numbers."""
     return {
         "format": manifest.format,
         "shards": len(manifest.shards),
@@ -189,8 +189,8 @@ def facts(manifest: Manifest) -> dict[str, object]:
 
 
 def _versions(manifest: Manifest) -> dict[str, object]:
-    """Return the commits at which shards are read, and the number of shards that only their size
-    identifies.
+    """Return the commits at which shards are read, and how many shards are identified only by their
+    size.
     """
     shards = manifest.shards
     hubs = [hub for url in shards.urls if (hub := hub_parts(url)) is not None]
@@ -205,11 +205,11 @@ def _versions(manifest: Manifest) -> dict[str, object]:
 
 # -- values ------------------------------------------------------------------------------------
 #
-# Converts values of any Arrow type to JSON, exactly.
+# Convert values of any Arrow type to JSON without loss.
 #
-# Timestamps, dates and times are ISO 8601 with all digits of their unit, durations too ("PT1.5S");
+# Timestamps, dates, times and durations ("PT1.5S") are ISO 8601 with all digits of their unit;
 # values outside the years 1 to 9999 are an integer and a unit. A timestamp with a time zone is
-# shown in UTC; its zone is in the schema. Floats that JSON lacks are "NaN", "Infinity" and
+# shown in UTC, since its zone is in the schema. Floats that JSON lacks are "NaN", "Infinity" and
 # "-Infinity".
 
 _PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
@@ -220,9 +220,9 @@ _NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 
 def shown(array: pa.Array) -> list[object]:
-    """Each value in its JSON form."""
+    """Return each value in its JSON form."""
     if pa.types.is_run_end_encoded(array.type):
-        array = decoded(array)  # not all of them have scalars
+        array = decoded(array)  # some encodings have no scalars
     return [_shown(scalar) for scalar in array]
 
 
@@ -261,7 +261,7 @@ def _is_wrapped(kind: pa.DataType) -> bool:
 
 
 def _bytes(value: bytes) -> object:
-    """Text if they are UTF-8, else a length and the first bytes."""
+    """Return text if the bytes are UTF-8, otherwise their length and the first ones."""
     try:
         return value.decode()
     except UnicodeDecodeError:
@@ -312,7 +312,7 @@ def _duration(value: int, kind: pa.DataType) -> str:
 
 
 def _iso_date(day: int) -> str | None:
-    """A day, counted from 1970, as ISO 8601; None outside the range of Python's calendar."""
+    """Format a day, counted from 1970, as ISO 8601; None outside the range of Python's calendar."""
     ordinal = _DAY_ZERO + day
     if not 1 <= ordinal <= dt.date.max.toordinal():
         return None

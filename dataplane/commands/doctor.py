@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _POSITIVE = click.IntRange(min=1)
 _INDEXED_AGAIN_S = 10.0
-"""A dataset that takes longer is not indexed a second time."""
+"""A dataset that takes longer to index is not indexed a second time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -252,7 +252,7 @@ def _looked_at(
     job: DoctorJob,
     request: OpenJob,
 ) -> tuple[Any, list[Any], float]:
-    """Return the facts for the advice, the checks, and the time that indexing the dataset took."""
+    """Return the facts for the advice, the checks, and how long indexing the dataset took."""
     from dataplane.base.machine import this_machine
     from dataplane.commands import doctor_checks, doctor_run
     from dataplane.commands.datasets import opened
@@ -285,9 +285,9 @@ def _looked_at(
 
 @contextlib.contextmanager
 def _empty_cache(cache_dir: str, indexing_s: float) -> Iterator[str]:
-    """Yield a new cache folder without the index that this command has just made. So the trial's
-    node indexes again while it starts, like the node of a new loader on a new host. Yields "" if
-    indexing takes long, or no folder can be made.
+    """Yield a new cache folder without the index that this command has just made, so that the node
+    of the trial indexes again while it starts, like the node of a new loader on a new host. Yields
+    "" if indexing takes long, or if no folder can be made.
     """
     made = None
     if cache_dir and indexing_s < _INDEXED_AGAIN_S:
@@ -303,12 +303,12 @@ def _empty_cache(cache_dir: str, indexing_s: float) -> Iterator[str]:
 
 
 def _with_indexing(first: FirstBatch, indexing_s: float) -> FirstBatch:
-    """Count at least this indexing time, which a new loader would need."""
+    """Return the stages with at least this indexing time, which a new loader would need."""
     return structs.replace(first, index_s=max(first.index_s, indexing_s))
 
 
 def _decoded_bytes(manifest: Manifest, request: OpenJob) -> int:
-    """Approximate bytes of all batches of one epoch, including pixels."""
+    """Estimate the bytes of all batches of one epoch, including pixels."""
     stored = int(manifest.block_decoded.clip(manifest.block_length).sum())
     pixels = sum(image.height * image.width * 3 for image in request.spec.transforms)
     return stored + manifest.sample_count * pixels

@@ -35,7 +35,7 @@ MORE = 4
 _PROBE_BYTES_MAX = 32 << 20
 _PROBE_READS = 5
 _WORKER_BYTES = 150 << 20
-"""Bytes that a worker process takes before its first block."""
+"""The memory that a worker process takes before its first block."""
 _DESCRIPTORS_SPARE = 256
 
 Blocks = npt.NDArray[np.int64]
@@ -46,8 +46,8 @@ _Place = tuple[Shard, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of one check. `advice` is empty if nothing is wrong. `may_stay`: the advice is
-    about a setting that may be intended.
+    """The result of one check. `advice` is empty if nothing is wrong. `may_stay` means that the
+    advice is about a setting that may be intended.
     """
 
     name: str
@@ -80,8 +80,8 @@ def environment(config: NodeConfig, manifest: Manifest) -> list[Check]:
 
 
 def _ranks() -> Check:
-    """Report the ranks that a loader without a framework would detect here; the trial itself is a
-    single rank.
+    """Report the ranks that a loader without a framework would detect here. The trial itself runs
+    as a single rank.
     """
     try:
         return Check("ranks", from_environment(os.environ).source)
@@ -95,7 +95,7 @@ def _processors(config: NodeConfig) -> Check:
     found += f", {output.counted(config.worker_count, 'worker')}"
     if config.worker_count > count:
         return Check(
-            "processors", found, f"worker_count {count}: more workers would only take turns"
+            "processors", found, f"worker_count {count}: more workers would only share processors"
         )
     return Check("processors", found)
 
@@ -137,7 +137,8 @@ def _images() -> Check:
 
 def _descriptors(manifest: Manifest) -> Check:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # A worker keeps two of each local shard that it has mapped, and raises its own soft limit.
+    # A worker keeps two descriptors of each local shard that it has mapped, and raises its own
+    # soft limit.
     mapped = int(manifest.shards.urls.starting_with(FILE_PREFIX.encode()).sum())
     needed = 2 * mapped + _DESCRIPTORS_SPARE
     found = f"{soft:,} at once, {hard:,} at most"
@@ -149,7 +150,7 @@ def _descriptors(manifest: Manifest) -> Check:
 def probe(manifest: Manifest, fetch_count: int) -> Probe:
     """Make a few reads like a node's: first single small ones, then many blocks at once.
 
-    Raises:  The StoreError family.  DatasetChangedError.
+    Raises:  StoreError and its subclasses.  DatasetChangedError.
     """
     blocks = np.flatnonzero(manifest.block_length)
     if not len(blocks):
@@ -157,7 +158,7 @@ def probe(manifest: Manifest, fetch_count: int) -> Probe:
     first = _place(manifest, int(blocks[0]))[0]
     latency_s = statistics.median([_read((first, 0, 1)) for _ in range(_PROBE_READS)][1:])
     is_local = local_path(first.url) is not None
-    # From all over the dataset, and different ones each time, since earlier ones may be cached.
+    # Read all over the dataset, and other blocks each time, since earlier ones may be cached.
     some = _rate(_some(manifest, blocks, 4 * fetch_count, 0), fetch_count)
     reads = MORE * fetch_count
     more = some if is_local else _rate(_some(manifest, blocks, 2 * reads, 1), reads)
@@ -208,7 +209,7 @@ def storage(found: Probe) -> Check:
 
 
 def lines(checks: Sequence[Check]) -> list[tuple[str, str, str]]:
-    """Rows of a table."""
+    """Return the checks as rows of a table."""
     return [(one.name, one.found, one.advice or "well") for one in checks]
 
 
@@ -218,8 +219,8 @@ def lines(checks: Sequence[Check]) -> list[tuple[str, str, str]]:
 
 
 def disk(config: NodeConfig) -> list[Check]:
-    """Check whether the disk can keep blocks, and has room; return nothing if no blocks are to be
-    kept.
+    """Check whether blocks can be kept on the disk, and whether it has room for them. Returns
+    nothing if the settings keep no blocks there.
     """
     if not config.cache_bytes:
         return []

@@ -1,8 +1,8 @@
-"""A short run of a job, what limits it, and which settings would help: a loop that takes batches of
-this dataset on this machine.
+"""A short run of a job: a loop that takes batches of this dataset on this machine. Finds what
+limits the run, and which settings would help.
 
 The loop is a trainer without a model: it maps the slabs and takes them batch by batch. Making
-tensors would take about 10 us a batch more.
+tensors as well would take about 10 us more per batch.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ from dataplane.transforms.steps import registry
 from dataplane.transforms.steps.registry import Transform
 
 WARM_SHARE = 0.3
-"""Share of the run to leave out at its start, while buffers fill and slabs are small."""
+"""The share of the run that is ignored at its start, while buffers fill and slabs are small."""
 
 _SLABS_SEEN_MIN = 3
 _LONGER = 8
-"""Slabs that must be seen before and after, and how many times longer the run may take for that."""
+"""How many slabs must be seen in each part of the run, and how many times longer than requested the
+run may take for that."""
 
 Progress = Callable[[float, Statistics], None]
-"""Called periodically with the share that is done, and the statistics so far."""
+"""Called periodically with the share of the run that is done, and the statistics so far."""
 
 _TOLD_EVERY_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class TrialLength:
-    """When to stop a run: at the first of these limits, unless too few slabs were seen by then."""
+    """When to stop a run: at the first of these limits at which enough slabs were seen."""
 
     seconds: float
     steps: int | None
@@ -48,14 +49,14 @@ class TrialLength:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The results of a run. `found` leaves out the time before buffers were warm."""
+    """The results of a run. `found` does not cover the time before buffers were warm."""
 
     found: Statistics
     first_batch_s: float
     steps: int
     epochs: int
     is_short: bool
-    """There were too few batches to leave out the first ones."""
+    """Whether there were too few batches to leave out the first ones."""
 
 
 class _Loop:
@@ -83,7 +84,7 @@ class _Loop:
                     count = sum(len(batches.batches) for batches in slab)
                     step += count
                     self._consume(count)
-                    del slab  # while it is not ours to keep
+                    del slab  # before the next request, which could not reuse its memory otherwise
             finally:
                 stream.close()
             epoch += step > 0
@@ -129,7 +130,7 @@ class _Loop:
 def run_trial(session: Session, step_s: float, length: TrialLength, progress: Progress) -> Trial:
     """Run the session's job for a while. The time to open the job does not count.
 
-    Raises:  DataplaneError: the node reported it.
+    Raises:  DataplaneError: as the node says.
     """
     session.mount()
     return _Loop(session, step_s, length, progress).run()
@@ -137,13 +138,13 @@ def run_trial(session: Session, step_s: float, length: TrialLength, progress: Pr
 
 # -- advice ------------------------------------------------------------------------------------
 #
-# Explains a bound, and which settings would help. Pure.
+# Explain a bound, and which settings would help. Pure.
 
 _NEAR = 0.7
 _MORE_MIN = 1.3
 _LATENCY_MIN_S = 0.005
 _SLOW_BYTES_PER_S = 1e8
-# Fewer slabs than these in an epoch: larger ones would change nothing.
+# If an epoch has fewer slabs than this, larger slabs would change nothing.
 _SLABS_MIN = 4
 _MEANINGS = {
     Stage.STORAGE: "reading from storage",
@@ -158,8 +159,8 @@ _MEANINGS = {
 
 @dataclass(frozen=True, slots=True)
 class TrialSetup:
-    """The facts about a run on which advice depends. `dataset_bytes` is the decoded size;
-    `can_skip_columns`: the format can leave unused columns unread, as Parquet can.
+    """The facts about a run on which advice depends. `dataset_bytes` is the decoded size.
+    `can_skip_columns` means that the format allows unused columns not to be read, as Parquet does.
     """
 
     config: NodeConfig
@@ -231,7 +232,7 @@ def advice(bound: Bound, found: Statistics, at: TrialSetup) -> list[str]:
 def _more_workers(found: Statistics, at: TrialSetup) -> list[str]:
     count = found.worker_count
     if at.block_count <= count and at.dataset_bytes <= count * at.config.slab_bytes:
-        return []  # there is not enough work for the present workers
+        return []  # the present workers already lack work
     if count < at.cpu_count:
         return [
             f"worker_count {at.cpu_count}: there are that many processors, but only {count} workers"
@@ -261,7 +262,7 @@ def _storage(found: Statistics, at: TrialSetup) -> list[str]:
         and at.block_count > at.config.fetch_count
     ):
         reads = MORE * at.config.fetch_count
-        told.append(f"fetch_count {reads}: that many reads at once got {more} MB/s, and not {some}")
+        told.append(f"fetch_count {reads}: {reads} reads at once got {more} MB/s, not {some}")
     elif reached < _NEAR * probe.bytes_per_s and has_all:
         told.append("nothing to change: the whole dataset stays in memory once it was read")
     elif reached < _NEAR * probe.bytes_per_s:
@@ -361,7 +362,7 @@ _SHORTER = {
 
 
 def first_batch_rows(first: FirstBatch) -> list[tuple[str, str, str]]:
-    """A table: stage, time, meaning. Empty if there was no batch."""
+    """Return a table of stage, time and meaning; empty if there was no batch."""
     if not first.total_s:
         return []
     told = [("first batch", f"{first.total_s * 1e3:,.0f} ms", "from a new loader, divided into")]
@@ -371,7 +372,7 @@ def first_batch_rows(first: FirstBatch) -> list[tuple[str, str, str]]:
 
 
 def first_batch_advice(first: FirstBatch) -> str:
-    """One sentence about the longest stage; "" if there was no batch."""
+    """Return advice about the longest stage; "" if there was no batch."""
     if not first.total_s:
         return ""
     named = _named(first)
@@ -382,7 +383,7 @@ def first_batch_advice(first: FirstBatch) -> str:
 
 
 def first_batch_json(first: FirstBatch) -> dict[str, object]:
-    """Seconds by stage, and the advice."""
+    """Return seconds by stage, and the advice."""
     return {
         "total_s": first.total_s,
         "stages_s": first.stages(),
@@ -403,7 +404,7 @@ _EXAMPLE = '--transform "jpg=RandomResizedCrop(224), RandomHorizontalFlip()"'
 def transforms_of(told: Sequence[str]) -> dict[str, Sequence[Transform]]:
     """Parse each COLUMN=STEP(…), STEP(…) into the form of `DataLoader(transforms=…)`.
 
-    Raises:  ConfigError: it cannot be read; says what is allowed.
+    Raises:  ConfigError: it cannot be parsed; says what is allowed.
     """
     found: dict[str, Sequence[Transform]] = {}
     for one in told:
@@ -417,7 +418,7 @@ def transforms_of(told: Sequence[str]) -> dict[str, Sequence[Transform]]:
 def stacks_of(told: Sequence[str]) -> dict[str, Stack]:
     """Parse each NAME=COLUMN,COLUMN or NAME=COLUMN,COLUMN:DTYPE for `DataLoader(stack=…)`.
 
-    Raises:  ConfigError: it cannot be read.
+    Raises:  ConfigError: it cannot be parsed.
     """
     found = {}
     for one in told:

@@ -1,4 +1,4 @@
-"""`dataplane doctor --security`: what others could do to a service with these settings.
+"""`dataplane doctor --security`: what strangers could do to a service with these settings.
 
 The checks start nothing, and create no token.
 """
@@ -95,8 +95,8 @@ def _listener(security: Security, listen: TcpAddress | UnixAddress, *, is_open: 
 
 
 def _is_far(address: str) -> bool:
-    """Whether an address in the settings is beyond this host; a port without an address counts as
-    near.
+    """Return whether an address in the settings is beyond this host. A port without an address
+    counts as on this host.
     """
     if address in ("", NO_NEIGHBOURS) or address.startswith(":"):
         return False
@@ -160,8 +160,8 @@ def _certificates(security: Security) -> Iterator[Check]:
 
 
 def _file_of_certificates(name: str, pem: bytes) -> Check:
-    """Check all certificates of a file: a CA may be followed by the next CA, a certificate by its
-    chain.
+    """Check all certificates of a file: a file of CAs may have several, and a certificate may be
+    followed by its chain.
     """
     from cryptography import x509
 
@@ -178,7 +178,7 @@ def _file_of_certificates(name: str, pem: bytes) -> Check:
 
 
 def _late(certificate: x509.Certificate, now: dt.datetime) -> str:
-    """Return what is wrong with a certificate's dates, and what to do; "" if nothing is."""
+    """Return what is wrong with a certificate's dates, and what to do; "" if nothing is wrong."""
     begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     if now < begins:
         return f"begins at {begins:%Y-%m-%d %H:%M} UTC: check the clock"
@@ -238,7 +238,8 @@ def _functions(allowed: Sequence[str]) -> Check:
     if not allowed:
         return Check("allowed_functions", "none: a served node calls no functions of trainers")
     advice = [
-        f"{one} has functions of Python itself, with which trainers can do what the node's user can"
+        f"{one} contains functions of Python itself, with which trainers can do anything that the "
+        "node's user can"
         for one in allowed
         if one.partition(":")[0].partition(".")[0] in _OF_PYTHON
     ]

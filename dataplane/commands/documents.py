@@ -1,5 +1,5 @@
-"""The documents of packs, and the skipped steps and removed rows of a job, for `dataplane trace`,
-`where`, `replay` and `tombstone`.
+"""The documents of packs, and the skipped steps and removed rows of a job, as `dataplane trace`,
+`where`, `replay` and `tombstone` need them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def documents_of(job: Traced, step: StepRows, epoch: int) -> list[dict[str, obje
     first token, the number of tokens, their place in the pack, and the row that was removed there,
     if any. Reads the blocks' tokens.
 
-    Raises:  CorruptShard.  DatasetChangedError.  The StoreError family.
+    Raises:  CorruptShard.  DatasetChangedError.  StoreError and its subclasses.
     """
     return [facts for facts, _, _ in _pieces_of(job, step, epoch, None)]
 
@@ -52,9 +52,9 @@ def documents_of(job: Traced, step: StepRows, epoch: int) -> list[dict[str, obje
 def replayed_documents(
     job: Traced, step: StepRows, epoch: int, columns: Sequence[str] | None, prefix: str
 ) -> pa.Table:
-    """Return the documents of these packs with their values. The facts of `documents_of` stand in
-    columns whose names begin with this prefix. Packed columns have the part that lies in the pack.
-    Without `columns`, only packed columns are returned.
+    """Return the documents of these packs with their values. The facts of `documents_of` are in
+    columns whose names begin with `prefix`. Packed columns have only the tokens that are in the
+    pack. Without `columns`, only packed columns are returned.
 
     Raises:  ConfigError: there is no such column.  As documents_of.
     """
@@ -134,7 +134,7 @@ def _pieces_of(
 
 
 def _block_of_rows(source: TracedSource, block: int) -> int:
-    """Convert a block's number to its number among blocks that have rows."""
+    """Convert a block's number to its number among the blocks that have rows."""
     assert source.rows is not None
     assert source.manifest.kept is not None
     kept = int(source.manifest.kept[block])
@@ -150,11 +150,11 @@ def packs_with(
     cursor: int,
 ) -> Iterator[tuple[int, Place, int, int, dict[str, object]]]:
     """Yield the places, in each epoch, of packs that have tokens of a row, or would have them if
-    the row had not been removed. Each place comes with the document that stood there, the one that
-    is delivered instead (this row is one of the two, or both), and the range of its tokens. `at` is
-    a block among those that have rows, and a row of it. Reads the block's tokens.
+    the row had not been removed. Each place comes with the document that the plan has there, the
+    one that is delivered (the given row is one of these, or both), and the range of its tokens.
+    `at` is a block among those that have rows, and a row of it. Reads the block's tokens.
 
-    Raises:  CorruptShard.  DatasetChangedError.  The StoreError family.
+    Raises:  CorruptShard.  DatasetChangedError.  StoreError and its subclasses.
     """
     of, (block, row) = job.sources[source], at
     assert of.rows is not None
@@ -163,7 +163,7 @@ def packs_with(
     kept = block if of.rows.kept is None else int(of.rows.kept[block])
     of_packs = int(of.manifest.kept.searchsorted(kept))
     if of_packs == of.manifest.block_count or of.manifest.kept[of_packs] != kept:
-        return  # it fills no pack
+        return  # the block has no packs
     lengths = _lengths(_documents(job, of, block), of.view.pack.column)
     number = int(job.first_blocks[source]) + of_packs
     rows = (row, *left_out.taken_rows(number))
@@ -192,7 +192,7 @@ def _said(packs: Packs, piece: int) -> dict[str, object]:
 
 
 def _key_at(order: TracedOrder, place: Place, block: int) -> int:
-    """Return the key with which the packs of the block at this place are drawn."""
+    """Return the key from which the packs of the block at this place are drawn."""
     position = place.position % order.sample_count
     return int(order.pack_keys(np.array([position]), np.array([block]))[0])
 
@@ -209,10 +209,10 @@ def _packs(
 
 
 def check_documents(job: Traced, taken: Substitutes, workers: int) -> None:
-    """Check that each block from which documents were removed keeps one with tokens. Reads the
-    tokens of these blocks.
+    """Check that each block from which documents were removed has another one with tokens. Reads
+    the tokens of these blocks.
 
-    Raises:  ConfigError: a block keeps none; names its shard.  As `documents_of`.
+    Raises:  ConfigError: a block has none; names its shard.  As `documents_of`.
     """
 
     def check(number: int) -> None:
@@ -227,7 +227,7 @@ def check_documents(job: Traced, taken: Substitutes, workers: int) -> None:
             url = source.manifest.shards.urls[int(source.manifest.block_shard[block])]
             raise ConfigError(f"{url}: {error}", shard=url) from error
 
-    # A user's function is called by one thread.
+    # A user's function is called by one thread only.
     is_mapped = any(source.view.map for source in job.sources)
     with ThreadPoolExecutor(1 if is_mapped else workers) as threads:
         for _ in threads.map(check, taken.gone):
@@ -280,8 +280,8 @@ class LeftOut:
         self._substitutes = functools.lru_cache(maxsize=16)(self._made)
 
     def changes(self, epoch: int, position: int) -> Changes:
-        """Return the changes that apply to this position: those known to the launch that read it
-        last, or that will read it.
+        """Return the changes that apply to this position: those of the launch that read it last, or
+        that will read it.
         """
         ledger = self._ledger
         if ledger is None:
@@ -298,14 +298,14 @@ class LeftOut:
         return self._substitutes(changes.tombstones).of if changes.tombstones else None
 
     def documents(self, changes: Changes, block: int) -> tuple[TakenDocument, ...]:
-        """Return the documents that were removed from a block, numbered as in the order, if samples
-        are packs.
+        """Return the documents that were removed from a block if samples are packs. Blocks are
+        numbered as in the order.
         """
         return self._substitutes(changes.tombstones).documents(block)
 
     def taken_rows(self, block: int) -> tuple[int, ...]:
-        """Return the rows that were removed from a block at any time; the block is numbered as in
-        the order.
+        """Return the rows that were ever removed from a block. Blocks are numbered
+        as in the order.
         """
         ledger = self._ledger
         if ledger is None:
@@ -314,7 +314,7 @@ class LeftOut:
         return self._substitutes(changes_of(entries).tombstones).gone.get(block, ())
 
     def given(self, epoch: int, position: int, block: int, stood: int) -> int:
-        """Return the row of a block that is delivered in the place of the row `stood`."""
+        """Return the row that is delivered where the plan has the row `stood` of a block."""
         rows_for = self.rows_for(self.changes(epoch, position))
         if rows_for is None:
             return stood

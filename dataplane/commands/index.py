@@ -1,4 +1,4 @@
-"""`dataplane index`: makes a manifest of shards."""
+"""`dataplane index`: make a manifest of a dataset."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def index(
 
 
 def _store(manifest: Manifest, of_view: Manifest, view: View, target: Path) -> None:
-    """Write a manifest, with the counts of a view of it."""
+    """Write a manifest, with the row counts of one of its views."""
     from dataplane.index.viewing import with_view
     from dataplane.plan.views import filters
 
@@ -170,7 +170,7 @@ def _write(target: Path, content: bytes) -> None:
 
 # -- codes -------------------------------------------------------------------------------------
 #
-# `dataplane index --codes`: find the values of columns, and store them in the manifest.
+# `dataplane index --codes`: find the distinct values of columns, and store them in the manifest.
 
 
 def with_codes(

@@ -1,4 +1,4 @@
-"""`dataplane inspect`: shows the contents of a dataset."""
+"""`dataplane inspect`: show the contents of a dataset."""
 
 from __future__ import annotations
 

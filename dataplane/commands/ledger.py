@@ -1,5 +1,5 @@
 """`dataplane ledger` shows what a job was given to train on. `dataplane skip`, `mix` and
-`tombstone` change it: each sends a request to the coordinator, and prints its answer.
+`tombstone` change that: each sends a request to the coordinator, and prints the answer.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ def mix(
 
 
 def weights_in(texts: Sequence[str]) -> dict[str, float]:
-    """The weight of each source, of NAME=WEIGHT.   Raises:  ConfigError."""
+    """Parse NAME=WEIGHT for each source.   Raises:  ConfigError."""
     given = dict(map(_weight, texts))
     if len(given) < len(texts):
         raise ConfigError(
@@ -334,10 +334,10 @@ def tombstone(
 
 
 def _rows(job: Traced, names: Sequence[str], workers: int) -> dict[str, Tombstone]:
-    """Return the rows with these names that the job's view has. For others, print that the job
+    """Return the rows with these names that are in the job's view. For others, print that the job
     never reads them.
 
-    Raises:  ConfigError: a row does not exist, or the view has none of them.
+    Raises:  ConfigError: a row does not exist, or no row is in the view.
     """
     from concurrent.futures import ThreadPoolExecutor
 
@@ -374,7 +374,7 @@ def _rows(job: Traced, names: Sequence[str], workers: int) -> dict[str, Tombston
 def _source(job: Traced, name: str) -> tuple[int, tuple[str, int]]:
     """Return the number of the source with which a row's name begins, and the rest of the name.
 
-    Raises:  ConfigError: the name does not begin with a source of the mixture, or is no SHARD:ROW.
+    Raises:  ConfigError: it does not begin with a source of the mixture, or is not SHARD:ROW.
     """
     if job.spec.mixture is None:
         return 0, split_row(name)
@@ -509,9 +509,9 @@ def diff(settings: Settings, *, job: str, second: str, as_json: bool) -> int:
 
 
 def _text(settings: Settings, job: str) -> str:
-    """The ledger as JSON lines, from its file or from the job's coordinator.
+    """Return the ledger as JSON lines, from its file or from the job's coordinator.
 
-    Raises:  ConfigError: it is another file.
+    Raises:  ConfigError: the file is not a ledger.
     """
     if is_a_ledger((job,)):
         return Path(job).read_text()
@@ -527,7 +527,7 @@ def _text(settings: Settings, job: str) -> str:
 def _row(entry: LedgerEntry) -> tuple[object, ...]:
     try:
         when = dt.datetime.fromtimestamp(entry.at, dt.UTC).isoformat(" ", "seconds")
-    except (ValueError, OverflowError, OSError):  # somebody has changed it
+    except (ValueError, OverflowError, OSError):  # the entry was changed by hand
         when = f"{entry.at}"
     about = ", ".join(f"{name}={value}" for name, value in facts_of(entry).items())
     at = entry.position

@@ -1,5 +1,5 @@
 """Settings as command-line options: a command declares some of them, and gets all settings
-resolved. Also options that several commands have, and `dataplane config`, which shows settings.
+resolved. Also options that several commands share, and `dataplane config`, which shows settings.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Settings = Mapping[str, Resolved]
 
 @dataclass(slots=True)
 class Manner:
-    """The way in which errors are printed; known as soon as its options are parsed."""
+    """How errors are printed, decided as soon as the options for that are parsed."""
 
     debug: bool = False
     as_json: bool = False
@@ -58,14 +58,14 @@ SECURITY_SETTINGS = tuple(setting.name for setting in settings.SECURITY_SETTINGS
 CLIENT_SETTINGS = (
     *("join", "listen", "state_dir", "token_file", "tls_ca", "tls_cert", "tls_key", "insecure"),
 )
-"""The settings that a command needs to reach a coordinator. The rest of SECURITY_SETTINGS act in
-servers, in nodes, and where functions are called.
+"""The settings that a command needs to reach a coordinator. The other security settings concern
+servers, nodes, and functions that workers call.
 """
 
 
 def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The option `--json`. With it, errors are JSON too. It is read before other options, so that
-    errors about those are also JSON.
+    """Add the option `--json`, with which errors are JSON, too. It is parsed before other options,
+    so that errors about those are also JSON.
     """
     return click.option(
         "--json",
@@ -78,7 +78,7 @@ def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_json_asked(arguments: Sequence[str], command: click.Command) -> bool:
-    """Whether a command line that could not be parsed contains --json."""
+    """Return whether a command line that could not be parsed contains --json."""
     has_it = any(
         isinstance(one, click.Option) and one.is_flag and "--json" in one.opts
         for one in command.params
@@ -94,18 +94,18 @@ def _told_as_json(context: click.Context, _: click.Parameter, value: bool) -> bo
 
 
 def urls_argument(command: Callable[..., Any]) -> Callable[..., Any]:
-    """One dataset: one url or several."""
+    """Add the argument for one dataset: one url or several."""
     return click.argument("urls", nargs=-1, required=True, metavar="URL...")(command)
 
 
 def format_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`--format`, for shards whose names do not show it."""
+    """Add `--format`, for shards whose names do not show it."""
     text = "Format of the shards, if their names do not show it."
     return click.option("--format", "format_name", default="", metavar="NAME", help=text)(command)
 
 
 def workers_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`--workers`: how many shards or blocks are read at once."""
+    """Add `--workers`: how many shards or blocks are read at once."""
     return click.option(
         "--workers",
         type=click.IntRange(1, 256),
@@ -118,8 +118,8 @@ def workers_option(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def view_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`--where`, `--sample`, `--split` and `--limit`, as a loader has them. The command is called
-    with `view`.
+    """Add `--where`, `--sample`, `--split` and `--limit`, with the meaning of a loader's arguments.
+    The command is called with `view`.
     """
 
     @functools.wraps(command)
@@ -154,7 +154,7 @@ def view_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def config_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`--config`, before or after the command's name."""
+    """Add `--config`, which may come before or after the command's name."""
     return click.option(
         "--config",
         "config_file",
@@ -179,8 +179,8 @@ def settings_of(context: click.Context) -> Settings:
 def setting_options(
     *names: str, also: Mapping[str, str] | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a command the options of these settings. It is called with `settings`: all of them,
-    each with its source. `also`: another flag for a setting.
+    """Add the options of these settings to a command. It is called with `settings`: all settings,
+    each with its source. `also` has additional flags for some settings.
     """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -200,7 +200,8 @@ def setting_options(
 
 
 def security_given(given: Settings, *, listens: bool) -> Security:
-    """Return the credentials to show to others and to require from them. `listens`: on TCP.
+    """Return the credentials that this process presents, and those that it requires from others.
+    `listens` is true if it listens on TCP.
 
     Raises:  ConfigError: the token cannot be read.
     """
@@ -225,7 +226,7 @@ def _option(
 
 # -- interrupt ---------------------------------------------------------------------------------
 #
-# Makes Ctrl-C work at once, even while a command waits for a store that does not answer.
+# Make Ctrl-C work at once, even while a command waits for a store that does not answer.
 #
 # During a blocking call into native code, Python runs no signal handlers. So the work is done in a
 # thread, and the main thread only waits for it. After Ctrl-C the process exits without waiting for
@@ -233,12 +234,12 @@ def _option(
 # time.
 
 SIGNAL_CHECK_S = 0.2
-"""A wait without an end can miss a signal: one that arrives just before the main thread sleeps, or
-that the kernel hands to another thread, does not wake it. So it wakes by itself, and looks."""
+"""How often the main thread wakes up. A signal that arrives just before the main thread sleeps, or
+that the kernel delivers to another thread, would not end a wait without a timeout."""
 
 
 def interruptible(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The same command, carried out in a thread while the main thread listens for Ctrl-C."""
+    """Run a command in a thread, while the main thread waits for Ctrl-C."""
 
     @functools.wraps(command)
     def wrapped(*arguments: Any, **named: Any) -> Any:
@@ -264,7 +265,7 @@ def interruptible(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def pack_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`--pack` and `--map`. The command is called with `packs`, None without them."""
+    """Add `--pack` and `--map`. The command is called with `packs`, None without these options."""
 
     @functools.wraps(command)
     def chosen(*, pack: str | None, map_name: str | None, **given: Any) -> Any:
@@ -284,15 +285,15 @@ def pack_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PacksAsked:
-    """The packs of a command line, and the map that makes their tokens."""
+    """The packs that a command line describes, and the map that makes their tokens."""
 
     text: str
     map_name: str | None = None
 
     def view(self, rows: View) -> View:
-        """The view with these packs of its rows.
+        """Return the view whose samples are these packs of its rows.
 
-        Raises:  ConfigError: the text is wrong, or the map is no name of a function.
+        Raises:  ConfigError: the text is invalid, or the map is not the name of a function.
         """
         from dataplane.transforms.functions import function_name
         from dataplane.transforms.pack_options import pack_of_text

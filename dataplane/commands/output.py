@@ -1,4 +1,4 @@
-"""Output of commands: results to stdout, progress and errors to stderr, each error as one block."""
+"""Output of commands: results on stdout, progress and errors on stderr, each error as one block."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Exit status:
   130  interrupted with Ctrl-C
 """
 
-# The first class of an error's ancestry that is listed here decides.
+# An error has the status of the first of its base classes that is listed here.
 _EXIT_OF: dict[type[BaseException], int] = {
     errors.AccessDenied: EXIT_UNREACHABLE,
     errors.ConfigError: EXIT_USAGE,
@@ -75,23 +75,23 @@ T = TypeVar("T")
 
 
 def _console(stream: TextIO) -> Console:
-    # Tables that go into a file or a pipe are not folded to a terminal's usual 80 columns.
+    # Tables in a file or a pipe are not folded to the usual 80 columns of a terminal.
     width = None if stream.isatty() else NON_TERMINAL_WIDTH
     return Console(file=stream, width=width, highlight=False)
 
 
 def stdout() -> Console:
-    """Where results go."""
+    """Return the console for results."""
     return _console(sys.stdout)
 
 
 def stderr() -> Console:
-    """Where progress, warnings and errors go."""
+    """Return the console for progress, warnings and errors."""
     return _console(sys.stderr)
 
 
 def write_json(value: object) -> None:
-    """One JSON document on stdout. Values that JSON lacks are written as text."""
+    """Write one JSON document to stdout. Values that JSON lacks are written as text."""
     text = json.dumps(value, indent=2, default=str, ensure_ascii=False)
     sys.stdout.write(printable(text, of_lines=True) + "\n")
 
@@ -99,14 +99,14 @@ def write_json(value: object) -> None:
 def write_table(
     headings: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None
 ) -> None:
-    """A plain table on stdout; numbers are right-aligned."""
+    """Write a plain table to stdout; numbers are right-aligned."""
     stdout().print(table(headings, rows, title))
 
 
 def table(
     headings: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None
 ) -> Table:
-    """The same table as a value, for live display."""
+    """Return a table, for live display."""
     found = [list(row) for row in rows]
     made = Table(title=title, title_justify="left", box=None, pad_edge=False, title_style="bold")
     for index, heading in enumerate(headings):
@@ -118,7 +118,7 @@ def table(
 
 
 def show(cell: object) -> str:
-    """A cell's text: thousands apart, floats short, None a dash."""
+    """Format a cell: large numbers with separators, floats short, None as a dash."""
     if cell is None:
         return "-"
     if isinstance(cell, bool):
@@ -145,7 +145,7 @@ def approximate_bytes(size: float) -> str:
 
 
 def progress() -> Progress:
-    """A progress bar on stderr; nothing if stderr is not a terminal."""
+    """Return a progress bar on stderr, which is invisible if stderr is not a terminal."""
     console = stderr()
     return Progress(
         TextColumn("{task.description}"),
@@ -160,7 +160,7 @@ def progress() -> Progress:
 
 
 def warn(message: str) -> None:
-    """One line of warning on stderr."""
+    """Write a one-line warning to stderr."""
     stderr().print(f"[yellow]warning:[/] {escape(printable(message))}", soft_wrap=True)
 
 
@@ -180,7 +180,7 @@ def write_error(error: BaseException) -> None:
 
 
 def write_error_as_json(error: BaseException, status: int, *, with_traceback: bool) -> None:
-    """The same for programs: one JSON object on one line of stderr."""
+    """Print an error for programs, as one JSON object on one line of stderr."""
     known = isinstance(error, errors.DataplaneError)
     told: dict[str, object] = {
         "error": type(error).__name__,
@@ -201,7 +201,7 @@ def write_traceback(error: BaseException) -> None:
 
 
 def exit_code(error: BaseException) -> int:
-    """The exit status for an error."""
+    """Return the exit status for an error."""
     return _first(_EXIT_OF, error) or EXIT_BUG
 
 

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 _OPEN_TIMEOUT_S = 7 * 86400.0
-"""Opening may read a whole column of a dataset."""
+"""A week: opening a job may read a whole column of a dataset."""
 
 
 def own_session(request: OpenJob, settings: Settings, cache_dir: str = "") -> Session:
-    """Open a session with a node started here, which gets the settings of this command line (except
-    `cache_dir`, if given) and ends with the command. The node is not shared: nobody else can find
-    it, and this command never uses somebody else's node with other settings. The command prints the
-    node's advice.
+    """Open a session with a node that is started here and ends with the command. The node gets the
+    settings of this command line (except `cache_dir`, if given). Its name is private, so that the
+    command does not use a node with other settings, and nobody else uses this one. The command
+    prints the node's advice.
     """
     from dataplane.client.endpoint import Embedded
     from dataplane.client.launch import node_command
@@ -37,7 +37,7 @@ def own_session(request: OpenJob, settings: Settings, cache_dir: str = "") -> Se
     given = [
         f"{one.setting.variable}={one.value}"
         for one in settings.values()
-        if one.source != "default"  # which the node computes by itself
+        if one.source != "default"  # the node computes defaults itself
     ]
     if cache_dir:
         given.append(f"DATAPLANE_CACHE_DIR={cache_dir}")
@@ -63,8 +63,8 @@ def opened_again(
     view: View,
     seed: int = 0,
 ) -> Iterator[Session]:
-    """Open a job with these options and this view over a manifest's dataset, at a node started
-    here; return the session after the node has read what opening needs.
+    """Open a job with these options and this view over a manifest's dataset, on a node that is
+    started here. Return the session when the node has read what opening requires.
 
     Raises:  DatasetChangedError: the dataset is not that of the manifest.  The errors of a job.
     """

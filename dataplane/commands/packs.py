@@ -1,4 +1,4 @@
-"""`--pack`: packs of a dataset, counted by a node that is started here unless they are known."""
+"""`--pack`: the packs of a dataset, counted by a node that is started here if necessary."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 class CountedPacks(Struct, frozen=True):
     """Packs of a dataset: its manifest, which stores their counts; the manifest of the packs; their
-    length; and the fate of their tokens.
+    length; and what becomes of the tokens.
     """
 
     whole: Manifest
@@ -62,7 +62,7 @@ class CountedPacks(Struct, frozen=True):
 
 
 def imported_map(name: str) -> UserFunction:
-    """Import the function of this name from where a training script would find it.
+    """Import the function of this name from where a training script would import it.
 
     Raises:  ConfigError, FunctionError: it cannot be imported.
     """
@@ -122,7 +122,7 @@ def with_packs(
         assert view.pack is not None
         options = only((view.pack.column,))
         with opened_again(manifest, format_name, settings, options, view, seed):
-            pass  # the node has counted them, or it would not have opened the job
+            pass  # opening the job makes the node count them
         counts = counted_before(manifest, name, cache_dir)
     if counts is None:
         raise DataplaneError(
@@ -165,7 +165,7 @@ def packs_in(rows: Manifest, view: View, seed: int, config: NodeConfig) -> Manif
 
 
 def _allowed(name: str, config: NodeConfig) -> UserFunction:
-    """The function of a map, imported.
+    """Import the function of a map.
 
     Raises:  ConfigError: the command line does not allow it, or it cannot be imported.
     """

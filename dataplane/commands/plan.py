@@ -1,5 +1,5 @@
-"""`dataplane plan`: what an epoch costs a cluster, which host reads what, and how well it is
-shuffled.
+"""`dataplane plan`: the cost of an epoch for a cluster, what each host reads, and how well the
+epoch is shuffled.
 """
 
 from __future__ import annotations
@@ -257,7 +257,7 @@ def _lines(manifest: Manifest, found: Explanation, global_batch: int) -> list[tu
 
 
 def _ramp_lines(found: Explanation, sample_count: int) -> list[tuple[str, str, str]]:
-    """The shorter windows of epoch 0, if there are any."""
+    """Describe the shorter windows of epoch 0, if there are any."""
     windows = found.ramp_windows
     if not windows:
         return []
@@ -276,8 +276,8 @@ def _ramp_lines(found: Explanation, sample_count: int) -> list[tuple[str, str, s
 def _hosts(
     manifest: Manifest, order: SampleOrder, cluster: Cluster, global_batch: int
 ) -> list[dict[str, Any]]:
-    """For the first hosts: list their ranks, the blocks of their first batches, and the stored size
-    of these.
+    """Return, for the first hosts, their ranks, the blocks of their first batches, and the stored
+    size of these blocks.
     """
     from dataplane.plan.order import upcoming
 

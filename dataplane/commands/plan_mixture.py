@@ -1,7 +1,7 @@
-"""`dataplane plan` of a mixture: the share of each of several datasets in an epoch.
+"""`dataplane plan` for a mixture: the share of each of several datasets in an epoch.
 
-A node started here opens the mixture as for a loader, so weights, columns and views are checked,
-counted and refused in the same way.
+A node started here opens the mixture as it would for a loader, so weights, columns and views are
+checked, counted and refused in the same way.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Question:
 
 
 def mixture_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`--source` for each dataset of a mixture, and the arguments of Mixture. The command is called
-    with `mixture`, None without them.
+    """Add `--source` for each dataset of a mixture, and the arguments of Mixture. The command is
+    called with `mixture`, None without these options.
     """
 
     @functools.wraps(command)
@@ -143,7 +143,7 @@ def show_mixture(
     workers: int,
     as_json: bool,
 ) -> None:
-    """Open the mixture as a job, and show an epoch of it.
+    """Open the mixture as a job, and print the plan of an epoch of it.
 
     Raises:  ConfigError, or another error of a job, as a loader would.
     """
@@ -201,7 +201,7 @@ def _opened(
     for name, source in asked.mixture.sources.items():
         views[name] = _view(view, source.own_options())
         if views[name].map:
-            imported_map(views[name].map)  # from where the node will look for it
+            imported_map(views[name].map)  # from where the node will import it
         form, rows = source.format or format_name, rows_only(views[name])
         whole.append(opened((str(source.urls),), form, workers, config, rows))
     config = structs.replace(config, allowed_functions=" ".join(one.map for one in views.values()))

@@ -1,5 +1,9 @@
-"""The reads of hosts that `dataplane plan` shows: from storage in the first epoch and in later
-ones, whether memory holds the open windows, and the costs of more or fewer hosts.
+"""The reads that `dataplane plan` predicts: from storage in the first epoch and in later ones,
+whether memory holds the open windows, and the costs with more or fewer hosts.
+
+The prediction for later epochs assumes the eviction of scheduler/next_use.py (Belady's rule over
+the plan): at the end of an epoch, all memory that open windows leave holds blocks that the next
+epoch needs first. tests/hosts.py compares it with what real nodes read.
 """
 
 from __future__ import annotations
@@ -23,16 +27,16 @@ if TYPE_CHECKING:
     from dataplane.plan.shuffled import HostFigures, ShuffledJob
     from dataplane.scheduler.dataset import Ints
 
-# The largest size of open windows is computed from so many blocks at most.
+# The largest size of open windows is computed from at most this many blocks.
 _OPEN_BLOCKS_MAX = 1 << 18
-# Copies that are read ahead take such a part of the memory at most.
+# Copies of other nodes' blocks that are read ahead take at most this part of the memory.
 _AHEAD_PARTS = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadsOfEpoch:
-    """The reads of one epoch. `hit_rate` is the share of needed bytes that a host finds in its own
-    memory or a neighbour's. `origin_bytes` is what all hosts together read from storage,
+    """The reads of one epoch. `hit_rate` is the share of needed bytes that hosts find in their own
+    memory or get from other nodes. `origin_bytes` is what all hosts together read from storage,
     `disk_bytes` what they read from their disks.
     """
 
@@ -43,8 +47,8 @@ class ReadsOfEpoch:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadsOfHosts:
-    """The reads of the first epoch, counted over all blocks, and the least that later ones read.
-    `is_too_small`: the open windows do not fit, and repeated reads are left out.
+    """The reads of the first epoch, counted over all blocks, and the minimum for later ones.
+    `is_too_small` means that the open windows do not fit, so that more is read than shown.
     """
 
     epochs: tuple[ReadsOfEpoch, ReadsOfEpoch]
@@ -53,9 +57,9 @@ class ReadsOfHosts:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PredictedReads:
-    """Reads with this much memory and disk for blocks on each host. With neighbours, the memory and
-    disks of all hosts form one cache: None for a single host. `open_bytes_max` is the largest size
-    of open windows at any time, on the first host.
+    """The reads with this much memory and disk for blocks on each host. `with_neighbours`: the
+    memory and disks of all hosts form one cache; None for a single host. `open_bytes_max` is the
+    largest size of open windows at any time, on the first host.
     """
 
     arena_bytes: int
@@ -68,9 +72,9 @@ class PredictedReads:
 def reads_and_advice(
     manifest: Manifest, spec: JobSpec, cluster: Cluster, config: NodeConfig, order: Order
 ) -> tuple[PredictedReads | None, tuple[str, ...]]:
-    """Return the reads, if the epoch of this order is the first. None for local files, which are
-    mapped into memory, and for jobs with a map=, whose blocks have other sizes. Also return the
-    advice about the shuffle: the loader's own, and what only a plan shows.
+    """Return the reads if this order is that of the first epoch, and the advice about the shuffle:
+    the loader's own, and what only a plan shows. The reads are None for local files, which are
+    mapped into memory, and for jobs with a map=, whose blocks have other sizes.
     """
     from dataplane.node.dataset import can_pack, dataset_of
     from dataplane.plan.advice import advice
@@ -99,7 +103,7 @@ def _job(
     kept_bytes: int = 0,
     arena_bytes: float = math.inf,
 ) -> ShuffledJob:
-    """`kept_bytes`: what the decoded dataset takes in memory, 0 if it is not known."""
+    """Return the job. `kept_bytes` is the decoded size of the dataset in memory, 0 if unknown."""
     from dataplane.plan.defaults import BlockSizes
     from dataplane.plan.shuffled import ShuffledJob, ShuffledSource
 
@@ -110,8 +114,8 @@ def _job(
 
 
 def _peak(open_bytes: int, arena_bytes: int) -> str:
-    """Return a warning if open windows do not fit at their largest, which happens where block sizes
-    differ much; "" if they fit.
+    """Return a warning if open windows do not fit when they are largest, which happens if block
+    sizes differ much; "" if they fit.
     """
     from dataplane.base.units import raise_to
     from dataplane.plan.advice import ROOM
@@ -121,7 +125,7 @@ def _peak(open_bytes: int, arena_bytes: int) -> str:
     need, arena = map(output.approximate_bytes, (open_bytes, arena_bytes))
     return (
         f"at times, this job keeps {need} of blocks open on a host, and its block arena has {arena}"
-        ", so some blocks are read again in an epoch (a loader only warns if the average does not "
+        ", so some blocks are read again in an epoch (a loader warns only if the average does not "
         f"fit): {raise_to('block_arena_bytes', round(open_bytes * ROOM))}"
     )
 
@@ -136,8 +140,8 @@ def _reads(
     *,
     is_too_small: bool,
 ) -> PredictedReads:
-    """Compute the reads. `is_too_small`: whether the arena is too small for open windows even on
-    average.
+    """Compute the reads. `is_too_small` means that not even the average of open windows fits into
+    the arena.
 
     Shapes:  remote: int64[n], the blocks that are fetched, in ascending order.
     """
@@ -160,7 +164,7 @@ def _reads(
     together = None
     if hosts > 1:
         # The memory and disks of all hosts, less the copies of lent blocks that are open or read
-        # ahead. Nodes read less ahead where these take much of the memory.
+        # ahead. Nodes read less ahead if copies take much of the memory.
         lent = share * whole[1] * (hosts - 1)
         read_ahead = min(lent * ahead, hosts * arena / _AHEAD_PARTS)
         copies = round(min((hosts - 1) * open_bytes + read_ahead, lent))
@@ -182,7 +186,7 @@ def _in_progress(
     sizes = slab_sizes(dataset, spec, cluster.dp_size, config.slab_bytes)
     slots = layout_of(config, sizes.slot_bytes).slot_count
     slab_part = sizes.batches * spec.global_batch / manifest.sample_count
-    # Blocks of as many slabs are fetched, and decoded, as are planned together.
+    # The blocks of all slabs that are planned together are fetched, and as many are decoded.
     count = min(2 * PLANS_TOGETHER * slab_part * manifest.block_count, 2 * config.fetch_count)
     is_decoded = marks.decoded > 0
     mean_bytes = float(marks.raw[is_decoded].mean()) if is_decoded.any() else 0.0
@@ -197,7 +201,7 @@ def open_bytes_max(order: Order, blocks: Ints, kept: Ints) -> int:
     step = -(-len(blocks) // _OPEN_BLOCKS_MAX)
     some = blocks[:: max(step, 1)]
     first, last = order.block_span(some)
-    # Blocks are dropped before others come.
+    # At equal positions, blocks that end come before blocks that begin.
     by_time = np.argsort(np.concatenate([last + 1, first]), kind="stable")
     sizes = np.concatenate([-kept[some], kept[some]])
     return step * int(np.cumsum(sizes[by_time]).max(initial=0))
@@ -206,10 +210,10 @@ def open_bytes_max(order: Order, blocks: Ints, kept: Ints) -> int:
 def kept_share(
     whole: tuple[int, int], memory: int, open_bytes: int, cache: int
 ) -> tuple[float, float]:
-    """Return which parts of the dataset stay in memory, and in memory or on disk, from one epoch to
-    the next. `whole`: the sizes of the dataset, stored and in memory.
+    """Return which part of the dataset stays in memory, and which in memory or on disk, from one
+    epoch to the next. `whole` is the size of the dataset, stored and in memory.
 
-    At the end of an epoch all of the memory may hold blocks that the next one needs first, unless
+    At the end of an epoch, all of the memory may hold blocks that the next one needs first, unless
     open windows take more than half of it.
     """
     stored, in_memory = (max(size, 1) for size in whole)
@@ -221,7 +225,8 @@ def _epochs(
     total: float, share: float, kept: tuple[float, float]
 ) -> tuple[ReadsOfEpoch, ReadsOfEpoch]:
     """Return the reads of the first epoch and of later ones. Each host reads a `share` of the
-    dataset in an epoch, `total` bytes in all, and in the next epoch the same share of these again.
+    dataset in an epoch, `total` bytes in all; in the next epoch, it needs the same share of those
+    bytes again.
     """
     hit, with_disk = (min(part / max(share, 1e-12), share) for part in kept)
     later = ReadsOfEpoch(
@@ -231,8 +236,8 @@ def _epochs(
 
 
 def show_host_counts(figures: Sequence[HostFigures], *, are_reads_counted: bool) -> None:
-    """Show what each host takes, for 1 to 1,024 hosts. Open windows are estimated from mean sizes.
-    Reads are estimated, too, unless `are_reads_counted` over all blocks.
+    """Print the costs of each host, for 1 to 1,024 hosts. Open windows are estimated from mean
+    sizes; so are reads, unless `are_reads_counted` over all blocks.
     """
     size = output.approximate_bytes
     output.stdout().print()
@@ -256,7 +261,7 @@ def show_host_counts(figures: Sequence[HostFigures], *, are_reads_counted: bool)
 
 
 def show_reads(reads: PredictedReads) -> None:
-    """Show the reads of the first epoch and of later ones, alone and with neighbours."""
+    """Print the reads of the first epoch and of later ones, alone and with other nodes' memory."""
     size = output.approximate_bytes
     rows = []
     for way, hosts in (("alone", reads.alone), ("with neighbours", reads.with_neighbours)):

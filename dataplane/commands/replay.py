@@ -1,5 +1,5 @@
-"""`dataplane trace` and `dataplane replay`: the rows of a step, and their values, read from its
-blocks alone.
+"""`dataplane trace` and `dataplane replay`: the rows of a step, and their values, read only from
+the blocks that contain them.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _show_documents(job: Traced, rows: StepRows, step: int, epoch: int, *, as_js
 
 
 def step_rows(job: Traced, step: int, epoch: int, dp_rank: int | None, cursor: int) -> StepRows:
-    """The rows of a step of a job, or those of one rank.
+    """Return the rows of a step of a job, or those of one rank.
 
     Raises:  ConfigError: there is no such step or rank.
     """
@@ -129,7 +129,7 @@ def step_rows(job: Traced, step: int, epoch: int, dp_rank: int | None, cursor: i
             field="dp_rank",
         )
     order, left_out = job.order(epoch), LeftOut(job)
-    # A pack is named by its documents alone: its number says nothing of the rows that are left.
+    # Packs are named by their documents alone, not by the rows that a view leaves.
     names = [
         RowNames(source.manifest) if job.is_packed else row_names(source.manifest, source.view)
         for source in job.sources
@@ -220,7 +220,7 @@ def _listed(columns: str) -> list[str]:
 
 
 def _may_map(settings: Settings, job: Traced) -> bool:
-    """Whether the job has a map that may be called here. Warn if it has one that may not."""
+    """Return whether the job has a map that may be called here; warn if it may not."""
     from dataplane.settings import node_config
 
     maps = dict.fromkeys(source.view.map for source in job.sources if source.view.map)
@@ -236,11 +236,11 @@ def _may_map(settings: Settings, job: Traced) -> bool:
 def values_of(
     job: Traced, rows: StepRows, names: Sequence[str] | None, workers: int, *, is_mapped: bool
 ) -> pa.Table:
-    """Read the samples in this order, with their places in front. Without `names`, they have the
-    columns that the job reads. `is_mapped`: apply the job's maps.
+    """Read the samples in this order, with their places in the first columns. Without `names`, they
+    have the columns that the job reads. `is_mapped` applies the job's maps.
 
-    Raises:  CorruptShard.  DatasetChangedError.  The StoreError family.  ConfigError: there is no
-             such column.  FunctionError.
+    Raises:  CorruptShard.  DatasetChangedError.  StoreError and its subclasses.  ConfigError: there
+             is no such column.  FunctionError.
     """
     from concurrent.futures import ThreadPoolExecutor
 
@@ -264,14 +264,14 @@ def values_of(
             batch = read_mapped(of.manifest, block, of.view, job.spec.seed)
             picked = _chosen(job, names, [batch.schema.names])
         else:
-            # Beside mapped sources, others have columns of their own.
+            # In a mixture of mapped and other sources, each has columns of its own.
             picked = chosen or _chosen(job, names, [supported[source]])
             view = rows_only(of.view)
             batch = read_block(of.manifest, block, schemas[source], picked, view=view)
         return _taken(pa.table(batch), rows.block_rows[own]).select(picked)
 
     _, first = np.unique(numbers, return_index=True)
-    # A user's function is called by one thread.
+    # A user's function is called by one thread only.
     with ThreadPoolExecutor(1 if is_mapped else workers) as threads:
         tables = list(threads.map(read, first.tolist()))
     place = np.empty(len(numbers), np.int64)
@@ -279,7 +279,7 @@ def values_of(
     if tables:
         found = pa.concat_tables(tables, promote_options="permissive").unify_dictionaries()
         found = _taken(found, place)
-    else:  # the rank has none
+    else:  # the rank has no rows
         found = pa.table({name: pa.nulls(0) for name in chosen or names or ()})
     places = [
         job.place_of(source, shard)
@@ -295,7 +295,7 @@ def values_of(
 
 
 def _taken(table: pa.Table, rows: Int64) -> pa.Table:
-    """Take rows of a table, at least one. Arrow cannot take rows of views or of run ends."""
+    """Select rows of a table, at least one. Arrow cannot select rows of views or of run ends."""
     import pyarrow as pa
 
     try:
@@ -306,9 +306,7 @@ def _taken(table: pa.Table, rows: Int64) -> pa.Table:
 
 
 def _place_names(job: Traced) -> list[str]:
-    """Return the names of the columns that say where a row is; they come before the row's own
-    columns.
-    """
+    """Return the names of the columns that say where a row is; they precede its own columns."""
     source = [] if job.spec.mixture is None else ["source"]
     return ["position", "dp_rank", *source, "shard", "row"]
 
@@ -316,7 +314,7 @@ def _place_names(job: Traced) -> list[str]:
 def _chosen(
     job: Traced, names: Sequence[str] | None, each: Sequence[Sequence[str]]
 ) -> Sequence[str]:
-    """Return the requested columns, or those that the job reads, if all of `each` have them.
+    """Return the requested columns, or those that the job reads, which all of `each` must have.
 
     Raises:  ConfigError: there is no such column.
     """

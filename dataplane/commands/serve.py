@@ -35,7 +35,7 @@ from dataplane.security.environment import hide_secrets
 from dataplane.settings import check_variables, node_config
 
 if TYPE_CHECKING:
-    # 30 ms of imports that only commands that connect need.
+    # Takes 30 ms, and only commands that connect need it.
     from dataplane.metrics.table import Reading
     from dataplane.security.node_identity import NodeIdentity
     from dataplane.security.security import Security
@@ -53,7 +53,7 @@ _IN_FORCE = "dataplane.settings"
 @dataclass(frozen=True, slots=True)
 class ServeRole:
     """The role of this process. `listen` is empty if it is not a coordinator. `named` is the
-    address that trainers use for the service, if it differs from the coordinator's own.
+    address by which trainers name the service, if it differs from the coordinator's own.
     """
 
     listen: str
@@ -211,7 +211,7 @@ def _configure_log(context: click.Context) -> None:
 async def _coordination(
     service: ServeRole, identity: NodeIdentity
 ) -> AsyncIterator[tuple[Coordination, str]]:
-    """Yield our own coordinator, or the one that this node joins, and its address."""
+    """Yield the coordinator of this process, or the one that its node joins, and its address."""
     # Before gRPC is imported: it writes a line for each TLS handshake that fails, without a limit
     # and without the peer. The coordinator's own lines have both.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -280,7 +280,7 @@ async def _run_node(
     from dataplane.node.server import run_node
     from dataplane.rpc import names, sockets
 
-    # Now rather than when a trainer waits for its first dataset.
+    # Import this now rather than when a trainer waits for its first dataset.
     from dataplane.store import obstore_store  # noqa: F401
 
     config, named = service.node, service.named or joined
@@ -299,7 +299,7 @@ async def _run_node(
 
 
 def _taken(name: str, named: str) -> ConfigError:
-    """Return the error for a socket name that another process has, and say whose process it is."""
+    """Return the error for a socket name that is taken, which says whose process has it."""
     from dataplane.rpc import sockets
 
     holder, own = sockets.holder_of(name), os.getuid()
@@ -338,9 +338,9 @@ def _data_listener(service: ServeRole, joined: str) -> socket.socket | None:
 
 
 def _check_nameable(named: str) -> None:
-    """Refuse an address at which no trainer can find the service.
+    """Refuse an address by which trainers cannot name the service.
 
-    Raises:  ConfigError: no trainer can connect to this address of a service.
+    Raises:  ConfigError: trainers cannot connect to this address.
     """
     if _is_everywhere(named):
         port = named.rpartition(":")[2]
@@ -359,13 +359,13 @@ def _is_everywhere(where: str) -> bool:
 
 
 def _serving(named: str, notices: Notices) -> None:
-    """Report that the node of this service is ready."""
+    """Print that the node of this service is ready."""
     collector.settle()
     _announce(f"node {named}")
     notices.ready(f"node {named}")
 
 
 def _announce(what: str) -> None:
-    """Print the ready line; nothing else goes to stdout."""
+    """Print the ready line; nothing else is written to stdout."""
     sys.stdout.write(f"ready: {what}\n")
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""`dataplane status`: shows the jobs, ranks and nodes that the coordinator knows."""
+"""`dataplane status`: show the jobs, ranks and nodes that the coordinator knows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from dataplane.rpc.membership import (
 )
 
 if TYPE_CHECKING:
-    # 30 ms of imports that only commands that connect need.
+    # Takes 30 ms, and only commands that connect need it.
     from dataplane.security.security import Security
 
 WATCH_PERIOD_S = 1.0
@@ -144,8 +144,8 @@ async def _watch(ask: Ask) -> None:
 
 
 def render(found: StatusResponse) -> Group:
-    """Make tables of jobs, ranks and nodes, of the sources of blocks and the places that keep them,
-    of the nodes that make slabs for others, and of the stores that nodes wait for.
+    """Make tables of jobs, ranks and nodes, of where blocks came from and are kept, of slabs that
+    nodes make for others, and of stores that nodes wait for.
     """
     jobs = output.table(
         ("job", "state", "launch", "ranks", "missing", "epoch", "done", "samples/s", "dataset"),
@@ -308,7 +308,7 @@ def _share(part: int, whole: int) -> str | None:
 
 
 def _peers(job: JobStatus) -> str:
-    """Return how many of all ranks have joined, if several read the same batches: " (7 of 8)"."""
+    """Return how many ranks have joined, if several read the same batches: " (7 of 8)"."""
     places = [one.topology for one in _present(job)]
     world = max((place.world_size for place in places), default=0)
     if world <= job.dp_size or job.member_count > len(job.members):

@@ -1,5 +1,5 @@
-"""The job that `trace`, `where` and `replay` describe: given by urls, a saved ledger, or a job's
-name.
+"""The job that `trace`, `where` and `replay` describe: given by urls, by a saved ledger, or by a
+job's name.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 def is_a_ledger(target: Sequence[str]) -> bool:
-    """Whether this is one file that begins like a ledger.
+    """Return whether the target is one file that begins like a ledger.
 
     Raises:  ConfigError: the name looks like a file's path, but the file does not exist.
     """
@@ -73,7 +73,7 @@ def _expect_file(name: str) -> None:
 
 
 def names_urls(target: Sequence[str]) -> bool:
-    """Whether these are urls or paths, and not the name of a job."""
+    """Return whether these are urls or paths, and not the name of a job."""
     return any("://" in one or exists(one) or _is_a_path(one) for one in target)
 
 
@@ -108,8 +108,8 @@ class TracedSource:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Traced:
-    """A job and its datasets. `reached` is the epoch and the cursor that its run had reached; None
-    without a run.
+    """A job and its datasets. `reached` is the epoch and the cursor that its run has reached; None
+    if there is no run.
     """
 
     sources: tuple[TracedSource, ...]
@@ -124,13 +124,13 @@ class Traced:
         return any(source.rows is not None for source in self.sources)
 
     def order(self, epoch: int) -> TracedOrder:
-        """The order of an epoch."""
+        """Return the order of an epoch."""
         from dataplane.plan.orders import job_order
 
         return job_order(self.spec, [source.manifest for source in self.sources], epoch)
 
     def steps(self, order: TracedOrder, epoch: int, cursor: int = 0) -> EpochSteps:
-        """Return the steps of an epoch with this order; skipped steps count."""
+        """Return the steps of an epoch with this order, including skipped steps."""
         from dataplane.model.changes import EpochSteps
 
         mix = None if self.spec.mixture is None else self.spec.mixture.history
@@ -150,23 +150,23 @@ class Traced:
         return starts_of([source.manifest.block_count for source in self.sources])
 
     def place_of(self, source: int, shard: int) -> dict[str, str]:
-        """The url of a shard, and the name of its source if the job mixes several."""
+        """Return the url of a shard, and the name of its source if the job mixes several."""
         of = self.sources[source]
         named = {"source": of.name} if of.name else {}
         return {**named, "shard": of.manifest.shards.urls[shard]}
 
     def step_count(self, epoch: int) -> int:
-        """How many steps an epoch has, skipped ones counted."""
+        """Return how many steps an epoch has, including skipped steps."""
         return self.steps(self.order(epoch), epoch).count
 
     @property
     def epoch(self) -> int:
-        """The epoch to use if the command line names none."""
+        """The epoch that is used if the command line names none."""
         return 0 if self.reached is None else self.reached[0]
 
 
 def step_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that name a step. The command is called with `which`, made of them."""
+    """Add the options that name a step. The command is called with `which`, made of them."""
 
     @functools.wraps(command)
     def named(*, step: int | None, epoch: int | None, global_step: int | None, **given: Any) -> Any:
@@ -197,9 +197,9 @@ class StepAsked:
     global_step: int | None
 
     def of(self, job: Traced) -> tuple[int, int]:
-        """The epoch, and the step in it.
+        """Return the epoch, and the step in it.
 
-        Raises:  ConfigError: the step is too far to be found.
+        Raises:  ConfigError: the step is too far away to be found.
         """
         if self.step is not None:
             return job.epoch if self.epoch is None else self.epoch, self.step
@@ -207,7 +207,7 @@ class StepAsked:
         left = self.global_step
         if job.spec.mixture is None:
             return divmod(left, max(1, job.step_count(0)))
-        for epoch in range(_EPOCHS_MAX):  # each may have another length
+        for epoch in range(_EPOCHS_MAX):  # epochs may differ in length
             count = job.step_count(epoch)
             if left < count:
                 return epoch, left
@@ -220,8 +220,8 @@ class StepAsked:
 
 
 def traced_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the argument and the options that name a job. The command is called with `asked`, which
-    has all of them.
+    """Add the argument and the options that name a job. The command is called with `asked`, a dict
+    of all of them.
     """
     options = (
         click.argument("target", nargs=-1, required=True, metavar="URL...|LEDGER|JOB"),
@@ -254,7 +254,7 @@ def traced_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def traced(settings: Settings, asked: Mapping[str, Any]) -> Traced:
     """Return the job that the command line names.
 
-    Raises:  ConfigError: these arguments do not determine it.  DatasetChangedError: the dataset
+    Raises:  ConfigError: these arguments do not determine a job.  DatasetChangedError: the dataset
     is not the job's.  As a call of the coordinator, or as opening a dataset.
     """
     target: tuple[str, ...] = asked["target"]
@@ -361,7 +361,7 @@ def _source(
 def _places(ledger: Ledger, given: Sequence[str]) -> list[SourceUrls]:
     """Return the urls of a mixture's sources, in its order.
 
-    Raises:  ConfigError: the urls of a source are unknown, or a name is no source.
+    Raises:  ConfigError: the urls of a source are unknown, or a name is not a source's.
     """
     assert ledger.spec.mixture is not None
     names = [source.name for source in ledger.spec.mixture.sources]
@@ -444,7 +444,7 @@ def _opened(
 
 
 def split_row(name: str) -> tuple[str, int]:
-    """A shard's name, and a row of it.
+    """Split the name of a row into the name of its shard and its number.
 
     Raises:  ConfigError: it is not SHARD:ROW.
     """
@@ -455,7 +455,7 @@ def split_row(name: str) -> tuple[str, int]:
 
 
 def live_ledger(settings: Settings, job: str) -> Ledger:
-    """The ledger of the job of this name, from its coordinator.
+    """Return the ledger of the job of this name, from its coordinator.
 
     Raises:  ConfigError: no job has that name.  PeerLost, AccessDenied: as the call.
     """

@@ -60,7 +60,7 @@ class Findings:
     errors: list[Fault] = field(default_factory=list)
 
     def note(self, shard: str, error: DataplaneError) -> None:
-        """Record an error. If the error names a shard, that name is preferred."""
+        """Record an error, under the shard that it names, or else under this one."""
         named = str(error.nouns.get("shard") or shard)
         self.errors.append(Fault(type(error).__name__, redacted(named), str(error)))
 
@@ -140,7 +140,7 @@ def verified(urls: Sequence[str], format_name: str, workers: int, bar: Progress)
 def _manifests(
     urls: Sequence[str], format_name: str, workers: int, bar: Progress, findings: Findings
 ) -> Iterator[Manifest]:
-    """Yield one manifest per shard, so that one bad shard hides no other; or the saved manifest."""
+    """Yield one manifest per shard, so that a bad shard hides no other; or the saved manifest."""
     from dataplane.commands.datasets import STORES
     from dataplane.index.indexing import index_dataset
 
@@ -158,7 +158,7 @@ def _manifests(
         bar.update(task, advance=1)
         if not isinstance(result, DataplaneError):
             found[url] = result
-        elif result.nouns.get("field") == "samples":  # among others that is not a fault
+        elif result.nouns.get("field") == "samples":  # no fault if other shards have samples
             findings.empty.append(url)
         else:
             findings.note(url, result)
@@ -192,7 +192,7 @@ def _agreeing(
     for one in manifests:
         url = one.shards.urls[0]
         try:
-            if len(manifests) == 1:  # of many shards
+            if len(manifests) == 1:  # the saved manifest of a dataset
                 refuse_differing(schema, schema.names, one.shards.urls.__getitem__)
             elif one.schema not in fitting:
                 some = [*kept, (url, schema_of(one))]
@@ -208,8 +208,8 @@ def _agreeing(
 
 
 def _shared_schema(shards: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:
-    """Merge the schemas of these shards, given with their urls; every column must be readable from
-    each.
+    """Merge the schemas of these shards, given with their urls. Every column must be readable from
+    each shard.
 
     Raises:  SchemaMismatch: the types of a column differ too much.
     """
@@ -228,7 +228,7 @@ def _shared_schema(shards: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:
 
 
 def _has_bytes(kind: pa.DataType) -> bool:
-    """Whether values of this type are or contain bytes, which verify does not examine."""
+    """Return whether values of this type are or contain bytes, which verify does not decode."""
     import pyarrow as pa
 
     from dataplane.formats.arrays import BYTES
@@ -239,7 +239,7 @@ def _has_bytes(kind: pa.DataType) -> bool:
 
 
 def _note_unsupported(schema: pa.Schema, url: str, findings: Findings) -> None:
-    """Note columns that cannot be read: they are not checked, and a job must leave them out."""
+    """Note columns that cannot be read, which are not checked: a job must leave them out."""
     from dataplane.formats.unsupported import differing, refusal, supported_names, unsupported
 
     alike = [field for field in schema if differing(field) is None]

@@ -1,4 +1,4 @@
-"""`dataplane where`: the steps at which a row stands."""
+"""`dataplane where`: the steps that contain a row."""
 
 from __future__ import annotations
 
@@ -126,8 +126,8 @@ def _about(found: Mapping[str, Any]) -> str:
 def _changed(
     job: Traced, source: int, at: tuple[int, int], names: RowNames, epochs: range, cursor: int
 ) -> Iterator[tuple[int, Place, dict[str, Any]]]:
-    """Yield where a row of a block stands, epoch by epoch, including places where it replaces a
-    removed row, or would stand if it had not been removed; with the changes of the job there.
+    """Yield the places of a row of a block, epoch by epoch, and the changes of the job there. They
+    include places where the row replaces a removed one, or would be if it had not been removed.
     """
     import numpy as np
 
@@ -154,8 +154,8 @@ def _places(
     epochs: Iterable[int],
     cursor: int,
 ) -> Iterator[tuple[int, Place, int, int, dict[str, object]]]:
-    """Yield the places of a row of a block, with the row that stood there and the one that is
-    delivered; one of these is this row. For packs, also the range of its tokens.
+    """Yield the places of a row of a block, with the row that the plan has there and the row that
+    is delivered, one of which is this row. For packs, also the range of its tokens.
     """
     from dataplane.plan.tombstones import places_of
 
@@ -176,7 +176,7 @@ def _places(
 
 
 def _seen(job: Traced, epoch: int, place: Place, about: Mapping[str, Any]) -> bool | None:
-    """Whether the run has consumed the place; None without a run."""
+    """Return whether the run has consumed the place; None without a run."""
     if job.reached is None:
         return None
     if about["is_skipped"] or about["taken_out_for"] is not None:

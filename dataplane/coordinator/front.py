@@ -53,21 +53,21 @@ if TYPE_CHECKING:
 
 # -- journal -----------------------------------------------------------------------------------
 #
-# Pending writes to the store: merged by record and committed in groups, from one thread.
+# Pending writes to the store, merged by record and committed in groups by one thread.
 #
 # Invariants:
-# 1. Records reach the disk in the order of the decisions, whole decisions at a time.
-# 2. When `commit()` returns, everything that was added before it was called is on disk.
+# 1. Records reach the disk in the order of the decisions, and a decision's records together.
+# 2. When `commit()` returns, everything that was added before the call is on disk.
 # 3. A failed commit loses nothing: its writes wait for the next one.
 # 4. The number of pending writes is bounded by the number of records.
 
 
 class Journal:
-    """The store, seen from the event loop. Joins that arrive together share one fsync."""
+    """The store, as used from the event loop. Joins that arrive together share one fsync."""
 
     def __init__(self, path: str) -> None:
         self._path = path
-        # The connection is made, used and closed by this one thread.
+        # SQLite's connection is made, used and closed by this one thread.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="coordinator-store")
         self._store: JobStore | None = None
         self._waiting: dict[Key, Write] = {}
@@ -112,7 +112,7 @@ class Journal:
         while self._committed < wanted:
             if self._commit is None or self._commit.done():
                 self._commit = asyncio.create_task(self._commit_waiting())
-                # Callers that wait get the failure; there may be none left.
+                # Waiting callers get the failure. If none is left, nobody else retrieves it.
                 self._commit.add_done_callback(lambda done: done.cancelled() or done.exception())
             # A cancelled caller must not cancel the commit that others wait for.
             await asyncio.shield(self._commit)
@@ -142,15 +142,15 @@ class Journal:
 
 # -- keyed -------------------------------------------------------------------------------------
 #
-# Adds the key to the nodes of a job, before they are sent to a node.
+# Adds the key to the nodes of a job before they are sent to a node.
 
 _JOBS_MAX = 64
 
 
 class KeyedNodes:
-    """Nodes of jobs with their keys. The same nodes give the same object, so that it is serialized
-    once for all receivers. Without `keys`, a secret of this process is made when it is needed: an
-    embedded coordinator, whose node has no neighbours, needs none and imports nothing for it.
+    """Adds keys to the nodes of jobs. Equal nodes give the same object, so that it is serialized
+    once for all receivers. Without `keys`, a secret of this process is made when one is needed: an
+    embedded coordinator, whose node has no neighbours, imports nothing for it.
     """
 
     def __init__(self, keys: NeighbourKeys | None) -> None:
@@ -190,7 +190,8 @@ LEASE_S_MIN = 0.1
 class CoordinatorConfig(Struct, frozen=True):
     """The settings of a coordinator. A crash may lose progress younger than `progress_flush_s`,
     which the next heartbeat restores; joins and leaves are never lost. `key_file` stores the secret
-    for neighbours' keys, and is created if it does not exist; "": a secret of this process.
+    for neighbours' keys, and is created if it does not exist; with "", the secret ends with this
+    process.
     """
 
     version: str
@@ -210,14 +211,14 @@ def steady_wall_clock() -> Callable[[], float]:
 
 
 class Coordinator:
-    """An implementation of `Coordination` without a wire. Call `await start()`, use it, then `await
-    close()`.
+    """An implementation of `Coordination` in this process. Call `await start()`, use it, then call
+    `await close()`.
     """
 
     def __init__(self, config: CoordinatorConfig, clock: Callable[[], float] | None = None) -> None:
         if config.lease_s < LEASE_S_MIN:
             raise ConfigError(
-                f"lease_s is {config.lease_s:g}: at least {LEASE_S_MIN:g} s are needed",
+                f"lease_s is {config.lease_s:g}: choose at least {LEASE_S_MIN:g} s",
                 field="lease_s",
             )
         self.config = config
@@ -250,7 +251,7 @@ class Coordinator:
             lease_s=self.config.lease_s,
             now=self._clock(),
             records=records,
-            # A secret of this process lasts as long as this id.
+            # The id of this process serves as salt if the secret lasts only as long as the process.
             salt=keys.salt if keys is not None else self.coordinator_id.encode(),
         )
         self._ticking = background.start("coordinator's clock", self._keep_ticking())
@@ -328,7 +329,7 @@ class Coordinator:
     async def _ask(self, event: Event, expected: type[T]) -> T:
         answer, durable = self._decide(event)
         if durable:
-            # Commit even if this event wrote nothing: it may repeat one whose write has failed.
+            # Commit even if this event wrote nothing: it may repeat an event whose write failed.
             await self._journal.commit()
         if isinstance(answer, DataplaneError):
             raise answer

@@ -1,12 +1,14 @@
-"""Check that the ranks of a job fit together, and make the table that shows what each has declared.
-Pure.
+"""Check that the ranks of a job fit together, and print a table of what each has declared. Pure.
+
+Ranks are compared as they join, each in constant time, without waiting for all of them: a training
+loop may read only on some stages or tensor ranks.
 
 Invariants, for joined members that know their global rank (others are only counted by dp rank):
-1. All of them name one world size.
+1. All of them declare the same world size.
 2. A rank has one dp rank, whichever of its processes declares it.
 3. A place (dp_rank, pp_rank, cp_rank) has at most as many ranks as an equal division gives it:
-   world_size / (dp_size * pp_size * cp_size). So once all ranks have joined, each dp rank is there
-   once in every replica group.
+   world_size / (dp_size * pp_size * cp_size). So once all ranks have joined, every replica group
+   contains each dp rank once.
 """
 
 from __future__ import annotations
@@ -25,11 +27,11 @@ _DIGEST_LENGTH = 8
 
 Place = tuple[int, int, int]
 HostOf = Callable[[str], str]
-"""The host of a node, by the node's id."""
+"""Returns the host of a node, by the node's id."""
 
 
 class Conflict(NamedTuple):
-    """The reason why a rank does not fit: the field, a sentence, and the members that it
+    """The reason why a rank does not fit: the field, a sentence, and the members that the rank
     contradicts.
     """
 
@@ -76,8 +78,8 @@ class Seats:
             if topology.dp_rank != asked.dp_rank:
                 return Conflict(
                     "dp_rank",
-                    f"rank {asked.rank} asks for the batches of dp_rank {asked.dp_rank}, and "
-                    f"has joined with dp_rank {topology.dp_rank}",
+                    f"rank {asked.rank} asks for the batches of dp_rank {asked.dp_rank}, but it "
+                    f"has already joined with dp_rank {topology.dp_rank}",
                     [member_id],
                 )
         for members in self._at_rank.values():
@@ -85,11 +87,11 @@ class Seats:
             if topology.world_size != asked.world_size:
                 return Conflict(
                     "world_size",
-                    f"rank {asked.rank} counts {asked.world_size} ranks in all, and rank "
+                    f"rank {asked.rank} counts {asked.world_size} ranks in all, but rank "
                     f"{topology.rank} counts {topology.world_size}",
                     [member_id],
                 )
-            break  # all that have joined agree
+            break  # one comparison suffices: those that have joined agree with each other
         return self._crowd(asked)
 
     def _crowd(self, asked: Topology) -> Conflict | None:
@@ -104,9 +106,9 @@ class Seats:
         holders = [next(iter(self._at_rank[rank])) for rank in list(ranks)[:ROWS_MAX]]
         return Conflict(
             "dp_rank",
-            f"{len(ranks) + 1} ranks ask for the batches of dp_rank {asked.dp_rank}{within}, and "
-            f"with {asked.world_size} ranks and dp_size {asked.dp_size} it has {max(share, 1)}, so "
-            "other dp ranks would lack some",
+            f"{len(ranks) + 1} ranks ask for the batches of dp_rank {asked.dp_rank}{within}, but "
+            f"with {asked.world_size} ranks and dp_size {asked.dp_size} only {max(share, 1)} can, "
+            "or other dp ranks would lack some",
             holders,
         )
 
@@ -156,7 +158,7 @@ def _row(host: str, at: Topology, digest: str, mark: str = "") -> tuple[str, ...
 
 
 def _knows_its_rank(at: Topology) -> bool:
-    """Whether the global rank is known; with an explicit dp_rank and no launcher it is not."""
+    """Return whether the global rank is known: not if dp_rank is explicit without a launcher."""
     return at.world_size > 1 and at.world_size >= at.dp_size
 
 

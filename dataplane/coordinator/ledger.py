@@ -1,11 +1,12 @@
-"""The ledger of one job at its coordinator. Pure; the roster keeps it.
+"""The ledger of one job at its coordinator. Pure; the job's roster owns it.
 
 Invariants:
-1. Entries are only appended. Their number is bounded: beyond the bound, the oldest entries about
-   starts and ends of launches are left out, except those of the open launch, and the oldest entries
-   about weights. Nothing else is ever left out. Changes are refused beyond their own bound, and
-   rows that cannot be decoded are not noted beyond theirs.
-2. A launch that reads has a start; it has an end once its last member is gone, or a newer launch
+1. Entries are only appended, and their number is bounded. Beyond the bound, the oldest entries
+about
+   starts and ends of launches are removed, except those of the open launch, and the oldest entries
+   about weights; nothing else is ever removed. Changes are refused beyond their own bound, and rows
+   that cannot be decoded are no longer recorded beyond theirs.
+2. A launch that reads has a start. It has an end once its last member is gone, or a newer launch
    has taken over.
 3. The changes of a generation are those that existed when it began; later ones are not added.
 """
@@ -70,7 +71,7 @@ class JobLedger:
         self._head = self.entries[-1].hash if self.entries else ""
         self.marks = tuple(map(LedgerMark.of, self.entries[-MARKS_MAX:]))
         """Marks of the last entries."""
-        # Every heartbeat of every member asks for them.
+        # Kept as a list, since every heartbeat of every member needs these entries.
         self._mixes = [entry for entry in self.entries if entry.kind == MIX]
         starts = [entry for entry in self.entries if entry.kind in _OF_LAUNCHES]
         self._open = starts[-1] if starts and starts[-1].kind == "start" else None
@@ -79,24 +80,24 @@ class JobLedger:
     def reading(
         self, job: Job, progress: MemberProgress, known: LedgerPosition, by: str, now: float
     ) -> list[Write]:
-        """Note the start of a launch when the first member of the present generation reads. `known`
-        is how far the member is known to have come.
+        """Record the start of a launch when the first member of the present generation reads.
+        `known` is how far the member is known to have come.
         """
         if progress.began is None or self._open is not None:
             return []
         at = progress.began
         is_back = any(entry.payload == _launch(job) for entry in reversed(self.entries))
         if is_back and known > at:
-            # The launch had ended, and this member of it is back. A new member has begun anew: its
-            # loader was closed and opened again.
+            # The launch had ended, and this member of it is back. (A new member begins from its own
+            # start, since its loader was closed and opened again.)
             at = LedgerPosition(progress.epoch, progress.cursor)
         writes = self._append("start", at, _launch(job), by, now)
         self._open = self.entries[-1]
         return writes
 
     def ended(self, job: Job, why: str, now: float) -> list[Write]:
-        """Note where the job is when nobody of the launch reads any more, if the launch
-        ever began.
+        """Record where the job is when no member of the launch reads any more, if the launch ever
+        began.
         """
         if self._open is None:
             return []
@@ -105,7 +106,7 @@ class JobLedger:
         return self._append("end", at, canonical({"why": why}), "coordinator", now)
 
     def weighted(self, before: Job, job: Job, by: str, now: float) -> list[Write]:
-        """Note the weights with which members read, unless they equal those noted last."""
+        """Record the weights with which members read, unless they equal those recorded last."""
         mixture = job.spec.mixture
         if mixture is None or job.mix is None or before.mix == job.mix:
             return []
@@ -120,7 +121,7 @@ class JobLedger:
     def quarantined(
         self, job: Job, rows: Iterable[ReplacedRow], by: str, now: float
     ) -> list[Write]:
-        """Note rows that cannot be decoded, unless they are noted already."""
+        """Record rows that cannot be decoded, unless they are recorded already."""
         new: list[ReplacedRow] = []
         for each in itertools.islice(rows, _QUARANTINED_AT_ONCE):
             row = replace(each, url=each.url[:_TEXT_MAX], reason=each.reason[:_TEXT_MAX])
@@ -171,17 +172,17 @@ class JobLedger:
         count = sum(one.kind in _CHANGES for one in self.entries)
         if count >= CHANGES_MAX:
             raise ConfigError(
-                f"job {self._job_id!r} was changed {count} times already, the most that it may be:"
-                " start it under another name, and write the shards anew without rows that were"
-                " taken out",
+                f"job {self._job_id!r} was changed {count} times already, which is the most that is"
+                " allowed: start it under another name, and write the shards again without rows"
+                " that were taken out",
                 job=self._job_id,
             )
 
     def check_layout(self, job: Job) -> None:
-        """Check that rows which were taken out stay out in a new generation.
+        """Check that removed rows stay removed in a new generation.
 
-        Raises:  ConfigError: the job reads another dataset, in which they have other names, or
-        none.
+        Raises:  ConfigError: the job reads another dataset, in which these rows have other names or
+        do not exist.
         """
         dataset = dataset_of(job.spec, job.identity)
         taken = [one for one in self.entries if one.kind == TOMBSTONE]
@@ -200,7 +201,7 @@ class JobLedger:
     ) -> tuple[LedgerEntry, list[Write]]:
         """Append a change, unless an equal one exists; return the entry in either case.
 
-        Raises:  ConfigError: the change is not possible, or not any more; says why.
+        Raises:  ConfigError: the change is not possible, or no longer possible; says why.
         """
         dataset = dataset_of(job.spec, job.identity)
         if asked.mix is not None:
@@ -236,7 +237,7 @@ class JobLedger:
         return [Forget(LedgerRecord, self._job_id, str(entry.seq)) for entry in self.entries]
 
     def _taken(self, job: Job, asked: RowsTaken, dataset: DatasetIdentity) -> list[Tombstone]:
-        """Return the rows of a request, sorted, if they may be taken out.
+        """Return the rows of a request, sorted, if they may be removed.
 
         Raises:  ConfigError: too many, or of another dataset.
         """
@@ -251,9 +252,9 @@ class JobLedger:
         count = len({*gone, *asked.rows})
         if not asked.rows or count > TOMBSTONES_MAX:
             raise ConfigError(
-                f"{count} rows would be taken out of job {job.job_id!r}, and a job may lack 1 to "
-                f"{TOMBSTONES_MAX}: leave them out with where= on a column that names them, or "
-                "write the shards anew without them",
+                f"{count} rows would be taken out of job {job.job_id!r}, but a job may lack only 1 "
+                f"to {TOMBSTONES_MAX}: leave them out with where= on a column that names them, or "
+                "write the shards again without them",
                 field="rows",
             )
         return sorted(set(asked.rows))
@@ -282,8 +283,8 @@ class JobLedger:
 
 
 def _rows_of(entries: Iterable[LedgerEntry]) -> set[tuple[str, int]]:
-    """Return the rows that entries report as not decodable. A damaged entry counts as none, since
-    it must not keep a coordinator from starting.
+    """Return the rows that entries report as not decodable. A damaged entry is skipped, since it
+    must not prevent a coordinator from starting.
     """
     rows = set[tuple[str, int]]()
     for entry in entries:
@@ -313,7 +314,7 @@ def _skipped(job: Job, asked: StepsSkipped, *, is_idle: bool) -> Skip:
     batch, epoch = job.spec.global_batch, job.epoch if asked.epoch is None else asked.epoch
     mixture, samples = job.spec.mixture, job.sample_count
     if mixture is not None and not mixture.length:
-        samples = _SAMPLES_MAX  # how many an epoch has depends on the weights
+        samples = _SAMPLES_MAX  # an epoch's number of samples depends on the weights
     count = EpochSteps.of(job.spec, samples).count
     if not 0 <= asked.first < asked.stop <= count:
         raise ConfigError(
@@ -322,7 +323,7 @@ def _skipped(job: Job, asked: StepsSkipped, *, is_idle: bool) -> Skip:
             "is not skipped",
             field="steps",
         )
-    # What a member consumes now, it has not reported yet.
+    # Members do not report the step that they are consuming now.
     following = -(-job.cursor // batch) + 1
     read = EpochSteps.of(job.spec, samples, dp_size=job.dp_size).count
     free = (job.epoch, following) if following < read else (job.epoch + 1, 0)

@@ -1,17 +1,20 @@
-"""The nodes that make slabs for others, and the jobs that want them. Pure; the state machine owns
-them.
+"""The makers, which make slabs for other nodes, and the jobs that want them. Pure; the state
+machine owns them.
+
+Nothing is stored: makers follow from heartbeats, and may come or go at any time. Which maker makes
+which slab is decided by the node that needs it, since only that node sees who answers late.
 
 Invariants:
 1. A maker has workers, a data address and no joined members of any job, and its last heartbeat is
-   at most a lease old. If its token is for one job, it makes slabs for that job alone. A node whose
-   token is for some urls is no maker.
+   at most a lease old. If its token is for one job, it makes slabs only for that job. A node whose
+   token is restricted to some urls is not a maker.
 2. A job wants makers for a minute, or for a lease if that is longer, after one of its nodes was
    last short of workers. A node with joined members sends heartbeats within a lease, so a job with
-   a short node wants makers all the time.
-3. Makers are assigned anew at most once a second if there are many, so that a thousand nodes that
-   start together change the nodes of a job a few times and not a thousand times. In between, the
+   a short node always wants makers.
+3. If there are many makers, they are assigned at most once a second, so that a thousand nodes that
+   start together change the nodes of a job a few times instead of a thousand times. In between, the
    same objects are returned.
-4. An event costs no more than what it changes, except when makers are assigned anew.
+4. The cost of an event depends only on what it changes, except when makers are assigned.
 """
 
 from __future__ import annotations
@@ -44,9 +47,9 @@ class Makers:
     def __init__(self, lease_s: float) -> None:
         self._lease_s = lease_s
         self._kept_s = max(KEPT_S, lease_s)
-        # In how many jobs a node has joined members.
+        # The number of jobs of which a node has joined members.
         self._jobs_at: Counter[str] = Counter()
-        # The first ones are those that have not been heard of, or wanted, for the longest time.
+        # In order of the last heartbeat, or of the last time that the job wanted makers.
         self._able: OrderedDict[str, _Able] = OrderedDict()
         self._wanted_at: OrderedDict[str, float] = OrderedDict()
         self._for_all: tuple[NeighbourNode, ...] = ()
@@ -81,9 +84,7 @@ class Makers:
         self._wanted_at.move_to_end(job_id)
 
     def settle(self, clock: float) -> None:
-        """Forget silent nodes and jobs that no longer want makers; assign makers anew if it is
-        time.
-        """
+        """Forget silent nodes, and jobs that no longer want makers; assign makers if it is time."""
         while self._able:
             node_id, able = next(iter(self._able.items()))
             if able.heard_at + self._lease_s > clock:
@@ -103,8 +104,8 @@ class Makers:
         return job_id in self._wanted_at
 
     def of(self, job_id: str) -> tuple[NeighbourNode, ...]:
-        """Return the makers of this job, by node_id, if it wants any; the same object until they
-        change.
+        """Return the makers of this job, by node_id, if it wants any. The object stays the same
+        until they change.
         """
         if job_id not in self._wanted_at:
             return ()

@@ -1,22 +1,21 @@
-"""Decides, for nodes that open the same dataset for one launch of a job, which node makes the
-manifest, and from which node each of the others gets it. Pure; the coordinator owns one, and stores
-nothing.
+"""Decide which node makes the manifest of a dataset that several nodes of a launch open, and from
+which node each of the others gets it. Pure; the coordinator owns one, and stores nothing.
 
 Indexing 10^6 shards takes minutes and 10^6 requests, and counting the rows of a condition reads the
 dataset. So one node does it for all.
 
 Invariants:
-1. A manifest has at most one maker at a time. If a maker stays silent for a while, the next node
+1. A manifest has at most one maker at a time. If the maker is silent for a while, the next node
    that asks becomes the maker.
-2. All nodes get a manifest of one fingerprint: a node that has made a different one is told to
-   fetch theirs. If all who have the manifest fail to give it, it may be made again, and may then
-   differ.
-3. Nodes at loopback addresses cannot be reached by others, nor reach them, so the two groups share
+2. All nodes get a manifest with the same fingerprint: a node that has made a different one must
+   fetch the others'. If no node that has the manifest can deliver it, it is made again, and may
+   then differ.
+3. Nodes at loopback addresses and other nodes cannot reach each other, so the two groups share
    nothing.
-4. A decision costs the same however many nodes wait, and however many have the manifest.
+4. The cost of a decision does not depend on how many nodes wait, or on how many have the manifest.
 5. The number of requests per second of all waiting nodes together is limited: there may be a
    thousand nodes, and twenty sources of a mixture.
-6. If two nodes in a row have made a manifest and nobody gets it from them, nodes do not reach each
+6. If two nodes in a row have made a manifest and no node could fetch it, nodes cannot reach each
    other. Then each makes its own.
 """
 
@@ -38,13 +37,13 @@ from dataplane.rpc.sharing import (
 )
 
 MAKER_SHARE = 1 / 2
-"""The share of a lease after which another node makes the manifest, if its maker says nothing."""
+"""The share of a lease after which another node makes the manifest if its maker is silent."""
 _WORDS = 4
-"""Messages that a maker sends in this time."""
+"""The number of messages that a maker sends in this time."""
 FETCH_S = 60.0
 """How long a node that was sent to a holder counts as one of its readers."""
 READERS_MAX = 8
-"""Readers of one holder: each of them is a holder soon."""
+"""The most readers of one holder. Few suffice, since each reader soon becomes a holder."""
 _HOLDERS_MAX = 64
 _MANIFESTS_MAX = 1024
 _FAILURES_MAX = 2
@@ -54,7 +53,8 @@ _FINGERPRINT_LENGTH_MAX = 64
 _PAUSE_S_MIN, _PAUSE_S_MAX, _PAUSE_SHARE = 0.1, 5.0, 1 / 8
 _BUSY_PAUSE_S = 0.5
 ASKS_PER_S = 500
-"""Calls of all waiting nodes together: a call takes 0.6 ms, and heartbeats need their time, too."""
+"""The rate of calls of all waiting nodes together. A call takes 0.6 ms, and heartbeats must not be
+delayed."""
 _PACED_S_MAX = 60.0
 _LOOPBACK = ("127.", "[::1]:")
 
@@ -62,7 +62,7 @@ _Key = tuple[str, str, bytes, tuple[str, ...], bool]
 
 
 class _Holder(Struct, eq=False):
-    """A node that has the manifest, and since when others have been reading it there."""
+    """A node that has the manifest, and the nodes that read it there, with their start times."""
 
     node_id: str
     address: str
@@ -78,17 +78,17 @@ class _Shared(Struct, eq=False):
     maker: str = ""
     heard: float = 0.0
     work: NodeWork | None = None
-    """How far the maker is."""
+    """The maker's progress."""
     failures: int = 0
     in_vain: int = 0
-    """How often in a row it was made and nobody got it."""
+    """How many times in a row it was made and no node could fetch it."""
     was_given: bool = False
     fingerprint: str = ""
     holders: deque[_Holder] = field(default_factory=deque)
 
 
 class ManifestTurns:
-    """The manifests of all jobs; only the most recently requested are remembered."""
+    """The manifests of all jobs. Only the most recently requested ones are remembered."""
 
     def __init__(self, lease_s: float) -> None:
         self._maker_s = lease_s * MAKER_SHARE
@@ -100,7 +100,7 @@ class ManifestTurns:
         """Return the answer to a node, without the key. A node may repeat its request. `now` is in
         seconds since 1970.
 
-        Raises:  ConfigError: the request is not what a node would send.
+        Raises:  ConfigError: the request is not one that a node would send.
         """
         _check(request)
         shared = self._of(request, now)
@@ -123,9 +123,9 @@ class ManifestTurns:
         key = (request.job_id, request.incarnation, request.name, request.urls, is_near)
         shared = self._shared.get(key)
         if shared is None:
-            # Another one than before a restart, and than that of any job.
+            # A number that no earlier coordinator used, and no job.
             self._last_generation = max(self._last_generation + 1, int(now * 1000))
-            # Jobs, and launches of a job, have lines of their own, also on a node that is in both.
+            # Each launch of a job has a separate data connection, even between the same two nodes.
             line = f"manifest {request.name.hex()} {self._last_generation}"
             shared = self._shared[key] = _Shared(line, self._last_generation, now)
             if len(self._shared) > _MANIFESTS_MAX:
@@ -156,7 +156,7 @@ class ManifestTurns:
     def _wanted(
         self, shared: _Shared, request: ShareManifestRequest, now: float
     ) -> ShareManifestResponse:
-        gone = {request.refused_by, request.node_id}  # this node may have been started again
+        gone = {request.refused_by, request.node_id}  # this node may have been restarted
         left = [one for one in shared.holders if one.node_id not in gone]
         if shared.holders and not left and request.refused_by and not shared.was_given:
             shared.in_vain += 1
@@ -176,7 +176,7 @@ class ManifestTurns:
         return self._make()
 
     def _holder(self, shared: _Shared, node_id: str, now: float) -> ShareManifestResponse:
-        """Return the next holder that is not busy, in turns."""
+        """Return the next holder that is not busy, in turn."""
         for _ in range(len(shared.holders)):
             shared.holders.rotate(-1)
             one = shared.holders[-1]
@@ -191,8 +191,8 @@ class ManifestTurns:
     def _wait(
         self, node_id: str, pause_s: float, now: float, work: NodeWork | None = None
     ) -> ShareManifestResponse:
-        """Tell this node to wait this long at least, or longer if many wait."""
-        # No longer, also if the clock was set back.
+        """Tell this node to wait at least this long, and longer if many nodes wait."""
+        # Bounded, in case the clock was set back.
         self._next_ask = min(max(self._next_ask, now), now + _PACED_S_MAX) + 1 / ASKS_PER_S
         pause_s = max(pause_s, self._next_ask - now)
         return ShareManifestResponse(ManifestTurn.WAIT, node_id, pause_s=pause_s, work=work)
@@ -221,7 +221,9 @@ def _check(request: ShareManifestRequest) -> None:
         check_data_address(request.data_address)
     if len(request.name) != _NAME_BYTES:
         raise ConfigError(
-            f"a name of {len(request.name)} bytes: {_NAME_BYTES} are needed", field="name"
+            f"name has {len(request.name)} bytes, expected {_NAME_BYTES}: start a node of the same"
+            " version as the coordinator",
+            field="name",
         )
     if request.work is not None:
         check_work(request.work)

@@ -1,4 +1,4 @@
-"""Changes of a mixture's weights that somebody requests while the job runs. Pure; only the state
+"""Changes of a mixture's weights that people request while the job runs. Pure; only the state
 machine uses this module.
 
     requested ──> proposed to all members ──all promise──> entry of the ledger ──> sent to members
@@ -6,12 +6,12 @@ machine uses this module.
 
 Invariants:
 1. The weights take effect at the furthest place that a joined member has promised. No member hands
-   over anything beyond its promise before it knows the entry, or knows that there is none. So no
-   rank has read samples that should have had other weights.
+   over samples beyond its promise before it knows the entry, or knows that there will be none. So
+   no rank has read samples that should have had other weights.
 2. A promise is valid for one join: when a member joins again, all members promise again, under a
    new name of the proposal.
-3. A proposal is not stored: a restart forgets it. The entry is on disk before anybody learns of it.
-   A proposal ends with its launch, or when no member is left to promise.
+3. A proposal is not stored, so a restart forgets it. The entry is on disk before anybody learns of
+   it. A proposal ends with its launch, or when no member is left to promise.
 4. A heartbeat costs the same with and without a proposal, since the awaited members are kept.
 """
 
@@ -34,8 +34,8 @@ _SHOWN_MAX = 1000
 
 
 class Proposed(Struct, eq=False):
-    """One proposal: who made it, until when it lasts, what members have promised, and who has yet
-    to.
+    """One proposal: who made it, when it ends, what members have promised, and which members still
+    have to promise.
     """
 
     asked: MixAsked
@@ -56,7 +56,7 @@ class Mixing:
 
     @property
     def proposal(self) -> MixProposal | None:
-        """The proposal in the form that members get."""
+        """The proposal in the form that members receive."""
         now = self.proposed
         return None if now is None or now.refusal is not None else now.proposal
 
@@ -66,7 +66,7 @@ class Mixing:
         """Propose to these members, who are all members of the job, unless the same proposal
         exists.
 
-        Raises:  ConfigError: it was refused; or another proposal is not decided yet.
+        Raises:  ConfigError: the proposal was refused, or another proposal is not decided yet.
         """
         known = self.proposed
         if known is not None and known.asked.request == asked.request:
@@ -76,8 +76,8 @@ class Mixing:
             return
         if known is not None and known.refusal is None and now < known.until:
             raise ConfigError(
-                f"{known.by} has just asked for other weights of job {job.job_id!r}, and its ranks"
-                " are about to agree on the step: try again in a few seconds",
+                f"{known.by} has just requested other weights of job {job.job_id!r}, and its ranks"
+                " are still agreeing on the step: try again in a few seconds",
                 job=job.job_id,
             )
         proposal = MixProposal(asked.request, asked_place(job, asked), asked.sources, asked.weights)
@@ -91,8 +91,8 @@ class Mixing:
             now.awaited.discard(member_id)
 
     def joined(self, member_id: str) -> None:
-        """Start again, since a member joins, perhaps not for the first time: its earlier promise
-        may still be on its way.
+        """Collect promises again, since a member has joined, perhaps not for the first time: its
+        earlier promise may still arrive.
         """
         now = self.proposed
         if now is None:
@@ -158,7 +158,7 @@ def checked_weights(job: Job, asked: MixAsked) -> dict[str, float]:
 def asked_place(job: Job, asked: MixAsked) -> LedgerPosition | None:
     """Return the requested place; None for the next possible one.
 
-    Raises:  ConfigError: no job comes so far.
+    Raises:  ConfigError: the place is beyond the end of any epoch.
     """
     epoch = job.epoch if asked.epoch is None else asked.epoch
     if asked.step is None and asked.epoch is None:
@@ -167,15 +167,15 @@ def asked_place(job: Job, asked: MixAsked) -> LedgerPosition | None:
     cursor = step * job.spec.global_batch
     if not (0 <= epoch < PLACE_MAX and 0 <= cursor < PLACE_MAX):
         raise ConfigError(
-            f"step {step} of epoch {epoch}: no job comes so far; give a step that this one has yet"
-            " to read",
+            f"step {step} of epoch {epoch} is beyond the end of any job: give a step that this one"
+            " has yet to read",
             field="at_step",
         )
     return LedgerPosition(epoch, cursor)
 
 
 def tells_entries(answer: Answer) -> bool:
-    """Whether this answer tells members of new weights, which must be on disk first."""
+    """Return whether this answer contains new weights, which must be on disk before it is sent."""
     told = answer.verdicts if isinstance(answer, HeartbeatResponse) else ()
     return any(one.entries for one in told)
 
@@ -194,9 +194,9 @@ def _refusal(job: Job, at: Proposed, found: dict[int, MixPromise]) -> ConfigErro
         least, batch = max(one.position for one in found.values()), job.spec.global_batch
         return ConfigError(
             f"job {job.job_id!r} has begun step {at.proposal.at.cursor // batch} of epoch"
-            f" {at.proposal.at.epoch}, or its batches are made already: it can have other weights"
-            f" from step {-(-least.cursor // batch)} of epoch {least.epoch} on, at the earliest;"
-            " without --at-step it has them as soon as possible",
+            f" {at.proposal.at.epoch}, or its batches are already made: the earliest step that can"
+            f" have other weights is step {-(-least.cursor // batch)} of epoch {least.epoch};"
+            " without --at-step they take effect as soon as possible",
             field="at_step",
         )
     return None
@@ -207,8 +207,8 @@ def _unanswered(job: Job, awaited: Sequence[Member]) -> ConfigError:
     named = ", ".join(map(str, ranks[:_NAMED_MAX])) + (", …" if len(ranks) > _NAMED_MAX else "")
     return ConfigError(
         f"ranks {named} of job {job.job_id!r} have not agreed to other weights within"
-        f" {PROPOSED_S:.0f} s, so that they stay as they are: either they have not begun to read,"
-        f" or their nodes do not answer, which `dataplane status {job.job_id}` shows. Try again"
-        " when they do",
+        f" {PROPOSED_S:.0f} s, so the weights are unchanged: these ranks have not begun to read, or"
+        f" their nodes do not answer, which `dataplane status {job.job_id}` shows. Try again when"
+        " they do",
         job=job.job_id,
     )

@@ -2,16 +2,15 @@
 state machine owns them.
 
 Invariants:
-1. A node gets news about jobs whose members it has just renewed, or for which it is a maker, and
-   about no others.
+1. A node gets news only about jobs whose members it has just renewed, or for which it is a maker.
 2. For a lease after a restart, a job's nodes are sent only once all nodes with members have sent a
    heartbeat; until then, nodes keep what they know. If the job wants makers and had members before
-   the restart, they are sent only a third of a lease after it, since every node sends a heartbeat
-   within that time. Otherwise makers would disappear, and come back one by one.
+   the restart, its nodes are sent no sooner than a third of a lease after it, since every node
+   sends a heartbeat within that time. Otherwise makers would disappear, and come back one by one.
 3. There are at most `_COUNT_MAX` nodes, and at most `_OF_JOB_MAX` whose tokens are for the same
    job. A new node takes the place of one that was silent for a lease, or is refused.
-4. For a lease after a restart, no node is told that it has left a job, since the jobs that want
-   makers are not known yet.
+4. For a lease after a restart, no node is told that it has left a job, since the coordinator does
+   not know yet which jobs want makers.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from dataplane.model.errors import ConfigError
 from dataplane.rpc.membership import HeartbeatRequest, JobNodes
 
 NODE_KEPT_S = 24 * 3600.0
-# A heartbeat is answered with the tables of further jobs until they have so many nodes together: a
-# maker of many jobs gets the others with its next heartbeats.
+# An answer to a heartbeat contains tables of further jobs until it has this many nodes; a maker of
+# many jobs gets the rest with its next heartbeats.
 _TOLD_MAX = 16384
 _COUNT_MAX, _OF_JOB_MAX = 16384, 4096
 
@@ -38,12 +37,12 @@ class Nodes:
     def __init__(
         self, rosters: Mapping[str, Roster], makers: Makers, salt: bytes, lease_s: float
     ) -> None:
-        """Create the table. `rosters` are those of the store; the table keeps the
-        mapping and reads it again later.
+        """Create the table. `rosters` are those of the store. The table keeps a reference to the
+        mapping, since it changes.
         """
         self.records: dict[str, NodeRecord] = {}
-        # Node ids by the one job that their tokens allow ("" if they allow any); in each group, the
-        # node that has been silent for the longest time comes first.
+        # Node ids by the one job that their tokens allow ("" if they allow any). Each group is in
+        # order of the last heartbeat.
         self._of_token: defaultdict[str, OrderedDict[str, None]] = defaultdict(OrderedDict)
         self._rosters, self._makers = rosters, makers
         self._salt, self._lease_s = salt, lease_s
@@ -98,7 +97,7 @@ class Nodes:
         self._changed(node_id)
 
     def host_of(self, node_id: str) -> str:
-        """Return a node's host, or else its id."""
+        """Return a node's host, or its id if the host is unknown."""
         node = self.records.get(node_id)
         return node.request.host or node_id if node is not None else node_id
 
@@ -113,7 +112,7 @@ class Nodes:
 
     def of(self, roster: Roster, clock: float) -> JobNodes | None:
         """Return the nodes of this job in the form that is sent, without their key; None if it is
-        too early.
+        too early after a restart.
         """
         job, neighbours = roster.job, roster.neighbours
         makers = self._makers.of(job.job_id)
@@ -130,7 +129,7 @@ class Nodes:
         self, request: HeartbeatRequest, renewed: Collection[str], clock: float
     ) -> tuple[tuple[JobNodes, ...], tuple[str, ...]]:
         """Return the news for a node that has renewed members of these jobs: the nodes of its jobs
-        where they differ from those it knows, and the jobs that it knows but has left.
+        if they differ from those it knows, and the jobs that it knows but has left.
         """
         node_id = request.node.node_id
         known = {one.job_id: one.version for one in request.known}

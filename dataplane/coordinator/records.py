@@ -1,4 +1,4 @@
-"""The coordinator's memory, as frozen records, and the writes that persist them."""
+"""The coordinator's state as frozen records, and the writes that persist them."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from dataplane.rpc.sharing import NodeWork
 class Phase(enum.StrEnum):
     """The state of a member.
 
-    JOINED   the member has its place, for as long as its lease is renewed LEFT     the member left
-    on purpose; its rank does not count as missing EXPIRED  its lease was not renewed in time, or
-    its process ended; it may join again
+    JOINED   the member has its place, as long as its lease is renewed
+    LEFT     the member left on purpose; its rank does not count as missing
+    EXPIRED  its lease was not renewed in time, or its process ended; it may join again
     """
 
     JOINED = "joined"
@@ -48,13 +48,15 @@ class Phase(enum.StrEnum):
 
 
 class Job(Struct, frozen=True):
-    """One job in its present generation. `epoch` and `cursor` are the furthest that any member of
-    this generation has reported. `active_at` is when a member last came or went. `pixels` names the
-    software that decodes images on every node of the job, "" without images. `urls`, `format` and
-    `identity` are the dataset as the first member declared it. `mix` has the weights of a mixture
-    with which members read from `mix_from` on, the furthest place that any member has reported. The
-    generation has the ledger's changes with numbers up to `last_change`; `mark` is the length of
-    the ledger when the generation began.
+    """One job in its present generation.
+
+    `epoch` and `cursor` are the furthest that any member of this generation has reported.
+    `active_at` is when a member last came or went. `pixels` names the software that decodes images
+    on every node of the job, "" without images. `urls`, `format` and `identity` are the dataset as
+    the first member declared it. `mix` has the weights of a mixture with which members read from
+    `mix_from` on, the furthest place that any member has reported. `last_change` is the number of
+    the last ledger entry whose change applies to the generation; `mark` is the length of the ledger
+    when the generation began.
     """
 
     job_id: str
@@ -77,9 +79,9 @@ class Job(Struct, frozen=True):
     mark: LedgerMark | None = None
 
     def has_other_weights(self, progress: MemberProgress) -> bool:
-        """Whether a member reads with weights that come after these; the others will follow when
-        they reach that place. At one place, the longer list of changes is the later one, so that
-        members do not alternate.
+        """Return whether a member reads with weights that came after these; the other members will
+        use them when they reach that place. Of two lists of changes at one place, the longer one is
+        the later one, so that members do not alternate.
         """
         if progress.mix is None or progress.mix_from is None or progress.mix == self.mix:
             return False
@@ -119,17 +121,17 @@ class Member(Struct, frozen=True):
 
     @property
     def place(self) -> tuple[int, int]:
-        """(dp_rank, rank): its place, possibly shared with others."""
+        """(dp_rank, rank): its place, possibly shared with other members."""
         return place_of(self.topology)
 
 
 def place_of(topology: Topology) -> tuple[int, int]:
-    """(dp_rank, rank): the place of a member. Ranks without a launcher are all rank 0."""
+    """Return (dp_rank, rank), the place of a member. Without a launcher, all ranks are rank 0."""
     return topology.dp_rank, topology.rank
 
 
 class Incarnation(Struct, frozen=True):
-    """One launch of a job, and the generation with which it last took over from another."""
+    """One launch of a job, and the generation that it began most recently."""
 
     job_id: str
     name: str
@@ -145,8 +147,8 @@ class LedgerRecord(Struct, frozen=True):
 
 
 class NodeRecord(Struct, frozen=True):
-    """A node as it registered, the time of its last heartbeat, and its content. If the node
-    `is_short`, its jobs want makers.
+    """A node as it registered, the time of its last heartbeat, and what that said. `is_short` means
+    that the node lacks workers, so that its jobs want makers.
     """
 
     request: RegisterNodeRequest
@@ -165,7 +167,7 @@ Record = Job | Member | Incarnation | LedgerRecord
 
 
 class Keep(Struct, frozen=True):
-    """Store this record in place of the one with its key."""
+    """Store this record, replacing the one with the same key."""
 
     record: Record
 
@@ -183,8 +185,8 @@ Key = tuple[type[Record], str, str]
 
 
 def key_of(write: Write) -> Key:
-    """Return the key of the record that a write changes; of two writes with one key, only the later
-    counts.
+    """Return the key of the record that a write changes. Of two writes with the same key, only the
+    later one counts.
     """
     if isinstance(write, Forget):
         return (write.cls, write.job_id, write.name)
@@ -227,15 +229,16 @@ Answer = (
 
 
 class Claim(Struct, frozen=True):
-    """A node's refused claim about a member that has joined through another node."""
+    """A refused claim of a node about a member that has joined through another node."""
 
     node_id: str
     member: Member
 
 
 class Decision(Struct, frozen=True):
-    """The result of an event. If `durable`, the answer may be sent only when every write up to and
-    including these is on disk; other writes may wait and be merged. `claims` lists refused claims.
+    """The result of an event. If it is `durable`, the answer may be sent only when all writes up to
+    and including these are on disk; other writes may wait and be merged. `claims` lists refused
+    claims.
     """
 
     answer: Answer

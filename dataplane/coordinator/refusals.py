@@ -70,7 +70,7 @@ def crowded(job: Job, most: int) -> ConfigError:
 
 
 def check_node(node: RegisterNodeRequest) -> None:
-    """Refuse a node with names that are too long.
+    """Refuse a node whose names are too long.
 
     Raises:  ConfigError: names the field.
     """
@@ -81,11 +81,12 @@ def check_node(node: RegisterNodeRequest) -> None:
         check_data_address(node.data_address)
     if node.arena_bytes > _ARENA_BYTES_MAX:
         raise ConfigError(
-            f"arena_bytes is {node.arena_bytes}: {_ARENA_BYTES_MAX} at most", field="arena_bytes"
+            f"arena_bytes is {node.arena_bytes}: at most {_ARENA_BYTES_MAX} is possible",
+            field="arena_bytes",
         )
     if node.worker_count > _WORKER_COUNT_MAX:
         raise ConfigError(
-            f"worker_count is {node.worker_count}: {_WORKER_COUNT_MAX} at most",
+            f"worker_count is {node.worker_count}: at most {_WORKER_COUNT_MAX} is possible",
             field="worker_count",
         )
     check_name("only_job", node.only_job, needed=False)
@@ -93,7 +94,7 @@ def check_node(node: RegisterNodeRequest) -> None:
 
 
 def check_work(work: NodeWork) -> None:
-    """Refuse work that none of our nodes would report.
+    """Refuse reports of work that a node of ours would not send.
 
     Raises:  ConfigError: names the field.
     """
@@ -102,7 +103,7 @@ def check_work(work: NodeWork) -> None:
 
 
 def check_heartbeat(request: HeartbeatRequest) -> None:
-    """Refuse a heartbeat that none of our nodes would send.
+    """Refuse a heartbeat that a node of ours would not send.
 
     Raises:  ConfigError: names the field.
     """
@@ -140,14 +141,14 @@ def spec_mismatch(
     *,
     reopened: bool,
 ) -> SpecMismatch:
-    """`differences` are (field, the holder's value, the newcomer's); `table` says who said what. If
-    the newcomer's rank has `reopened` the job with other arguments, its node asks again until the
-    other ranks have left, too.
+    """Return the refusal of a rank whose spec differs. `differences` are (field, the holder's
+    value, the newcomer's); `table` lists what each rank declared. If the newcomer's rank has
+    `reopened` the job with other arguments, its node retries until the other ranks have left.
     """
     field, expected, found = differences[0]
     rank, is_of_place = request.topology.rank, place_of(request.topology) == holder.place
     newcomer, holding = f"rank {rank}", f"rank {holder.topology.rank}"
-    if newcomer == holding and not is_of_place:  # as without a launcher
+    if newcomer == holding and not is_of_place:  # without a launcher, all ranks are rank 0
         newcomer, holding = f"dp_rank {request.topology.dp_rank}", f"dp_rank {holder.place[0]}"
     sentence = (
         f"job {job.job_id!r}: {newcomer} (member {request.member_id}, node {request.node_id}) "
@@ -214,7 +215,7 @@ def ambiguous(job: Job, member: Member, request: JoinRequest) -> ConfigError:
 
 
 def expired(job_id: str, member_id: str, lease_s: float) -> LeaseExpired:
-    """Return the error for a member without a place."""
+    """Return the error for a member that has no lease."""
     return LeaseExpired(
         f"job {job_id!r}: member {member_id} has no lease (it left, or was silent for "
         f"{lease_s:g} s): join again",
@@ -238,7 +239,7 @@ def of_another_node(member: Member) -> LeaseExpired:
 def version_mismatch(
     node: RegisterNodeRequest, version: str, protocol: int
 ) -> VersionMismatch | None:
-    """The refusal of a node of another version, or None if its version matches."""
+    """Return the refusal of a node of another version, or None if its version matches."""
     if node.protocol != protocol:
         return VersionMismatch(
             f"node {node.node_id} on {node.host} (dataplane {node.version}) speaks protocol "
@@ -265,8 +266,8 @@ def _shown(value: str) -> str:
 
 
 def differences(job: Job, request: JoinRequest) -> list[Difference]:
-    """Return (field, the job's value, the newcomer's); a new launch may have another world and
-    batch.
+    """Return (field, the job's value, the newcomer's) for each difference. World size and batch are
+    not compared if a new launch may begin.
     """
     found = list(job.spec.differences(request.spec))
     if job.pixels and request.pixels and job.pixels != request.pixels:

@@ -1,12 +1,13 @@
 """One job and the members of its present generation. Pure; only the state machine uses this module.
 
 Invariants:
-1. A place (dp_rank, rank) has any number of members, each with its own lease: a rank and its
-   DataLoader workers, or a process and the one that replaces it. A member never changes its place.
+1. A place (dp_rank, rank) may have any number of members, each with its own lease: a rank and its
+   DataLoader workers, or a process and its successor. A member never changes its place.
 2. A dp rank is missing while none of its members is joined, unless the last one to go left on
    purpose.
 3. The number of remembered members that are gone is bounded: the oldest are forgotten first, but
-   never the last one of a dp rank, which 2 needs. There are at most `joined_max` joined members.
+   never the last one of a dp rank, which invariant 2 needs. There are at most `joined_max` joined
+   members.
 """
 
 from __future__ import annotations
@@ -42,29 +43,32 @@ from dataplane.rpc.membership import ChangeResponse, JobNodes, JoinRequest, MixA
 
 # -- neighbours --------------------------------------------------------------------------------
 #
-# The nodes of a job that lend each other blocks, and its makers, as the coordinator sends them to
-# nodes. Pure; a roster owns one.
+# The nodes of a job that lend each other blocks, and its makers, in the form that is sent to nodes.
+# Pure; a roster owns one.
+#
+# Nodes need not confirm what they know: a node sends the version that it has, so a heartbeat costs
+# one comparison, and a restart of the coordinator changes no version. A node whose table is old
+# asks the wrong node, which costs a detour and is never an error.
 #
 # Invariants:
 # 1. The list has the nodes with a data address and joined members of the present generation, and
 #    after them the job's makers while it has joined members. Only a member's node renews it, so a
 #    node without a lease has no joined members.
 # 2. The version is a hash of the generation, of the nodes with their addresses and weights, of the
-#    urls whose blocks they lend, and of a salt that stands for the secret of their keys. It changes
-#    exactly when one of these does, and differs from those of another start of a coordinator.
-# 3. The list is built again only after such a change: a heartbeat only compares the version.
+#    urls whose blocks they lend, and of a salt that represents the secret of their keys. It changes
+#    exactly if one of these does.
+# 3. The list is built again only after such a change.
 # 4. A node that may read only some urls is listed only if these contain the job's dataset, as it
 #    was declared when the generation began. If there is such a node, nodes lend only blocks under
-# the
-#    urls of the dataset, until the generation ends.
+#    the urls of the dataset, until the generation ends.
 
 _VERSION_BYTES = 8
 _LOOPBACK = ("127.", "[::1]:")
 
 
 class JobNeighbours:
-    """The number of joined members on each node, and the neighbours that follow from it. `makers`
-    is notified of nodes that get their first member or lose their last.
+    """The number of joined members on each node, and the list of neighbours. `makers` is notified
+    of nodes that get their first member or lose their last one.
     """
 
     def __init__(self, makers: Makers) -> None:
@@ -75,7 +79,7 @@ class JobNeighbours:
         self._makers: tuple[NeighbourNode, ...] = ()
         self._maker_ids: frozenset[str] = frozenset()
         self.lacks_some = False
-        """Whether a node with joined members was not known when `told` was asked last."""
+        """Whether a node with joined members was unknown at the last call of `told`."""
 
     def add(self, node_id: str) -> None:
         """Add a joined member of this node."""
@@ -101,16 +105,16 @@ class JobNeighbours:
         self._only_under = ()
 
     def changed(self, node_id: str) -> None:
-        """Note that a node is new, or has another address or weight."""
+        """Note that a node is new, or that its address or weight has changed."""
         if node_id in self._members:
             self._told = None
 
     def has_one_of(self, node_id: str) -> bool:
-        """Whether this node has exactly one joined member."""
+        """Return whether this node has exactly one joined member."""
         return self._members[node_id] == 1
 
     def has_maker(self, node_id: str) -> bool:
-        """Whether this node was a maker at the last call of `told`."""
+        """Return whether this node was a maker at the last call of `told`."""
         return node_id in self._maker_ids
 
     def told(
@@ -139,7 +143,7 @@ class JobNeighbours:
         ]
         if self._members:
             nodes += [one for one in self._makers if one.node_id not in self._members]
-        # Nobody on another host reaches these; on a single host there are no others.
+        # Loopback addresses can be used only if all nodes are on one host.
         beyond = [one for one in nodes if not one.address.startswith(_LOOPBACK)]
         nodes = beyond or nodes
         self._maker_ids = frozenset(one.node_id for one in nodes if one.worker_count)
@@ -189,11 +193,11 @@ class Roster:
         self.members: dict[str, Member] = {}
         self.incomplete_since = now
         self._incarnations = {seen.name: seen.generation for seen in incarnations}
-        # Ids in the order of coming and going; the last one to go, and the joined ones, by dp rank.
+        # Ids in the order of coming and going; and by dp rank, the last to go and the joined ones.
         self._joined: dict[str, None] = {}
         self._gone: dict[str, None] = {}
         self._last_gone: dict[int, str] = {}
-        # The dp ranks that left generations before this one, of the same launch, on purpose.
+        # The dp ranks that left earlier generations of the same launch on purpose.
         self._left: set[int] = set()
         self._joined_count: Counter[int] = Counter()
         self.seats = Seats()
@@ -235,8 +239,8 @@ class Roster:
         return sorted(members, key=lambda one: (one.topology.rank, one.order))
 
     def ended(self, clock: float) -> list[Member]:
-        """Return the joined members whose lease has ended. Every join calls this, so it examines no
-        member until the earliest lease can have ended; leases only grow longer.
+        """Return the joined members whose lease has ended. Every join calls this, so no member is
+        examined until the earliest lease can have ended; leases are only ever extended.
         """
         if clock < self._no_end_before:
             return []
@@ -278,8 +282,8 @@ class Roster:
         return older and not self.is_idle
 
     def is_reopened_by(self, request: JoinRequest, holder: Member) -> bool:
-        """Whether this dp rank has left the present generation, or an earlier one of the same
-        launch, and the holder is another rank.
+        """Return whether this dp rank has left the present generation, or an earlier one of the
+        same launch, and the holder is another rank.
         """
         if request.incarnation != self.job.incarnation:
             return False
@@ -289,9 +293,9 @@ class Roster:
         return left and place_of(request.topology) != holder.place
 
     def begin(self, job: Job, now: float) -> list[Write]:
-        """Start a new generation: no member of the old one remains.
+        """Start a new generation, which no member of the old one belongs to.
 
-        Raises:  ConfigError: rows were taken out of another dataset.
+        Raises:  ConfigError: rows were removed from another dataset.
         """
         self.ledger.check_layout(job)
         left = {dp_rank for dp_rank, name in self._last_gone.items() if self._has_left(name)}
@@ -325,7 +329,7 @@ class Roster:
         self._put(moved, now)
         self.job = replace(self.job, active_at=now)
         writes: list[Write] = [Keep(moved), Keep(self.job)]
-        # Twice dp_size, so that besides the last one of every dp rank there is one to forget.
+        # Twice dp_size, so that not all of them are the last one of a dp rank.
         if len(self._gone) > max(GONE_MAX, 2 * self.job.dp_size):
             oldest = next(name for name in self._gone if not self._is_last_gone(name))
             del self.members[oldest], self._gone[oldest]

@@ -1,4 +1,4 @@
-"""The coordinator behind gRPC. This module decides nothing: it loads, binds, answers and stops."""
+"""The coordinator behind gRPC. It only loads, listens, answers and stops: `state` decides."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ class CoordinatorServer:
 
     @property
     def coordinator(self) -> Coordinator:
-        """The same coordinator without the wire, for a node in this process."""
+        """The same coordinator without gRPC, for a node in this process."""
         return self._coordinator
 
     async def start(self) -> str:
-        """Load the store, take the address, answer. Returns the address, with its real port.
+        """Load the store, bind the address, and answer. Return the address with its real port.
 
         Raises:  ConfigError: the address is taken or not allowed; the store is locked, damaged or
-        of a newer version. Nothing is left running then.
+        of a newer version. Nothing is left running in that case.
         """
         self._grpc = GrpcServer(self._address, self._security)
         try:
-            # First, so that a second service fails because of its address, and not because of a
-            # locked file.
+            # Before the store is opened, so that a second service fails because of its address
+            # rather than because of a locked file.
             self._grpc.check_free()
             await self._coordinator.start()
             return await self._grpc.start(self._coordinator)

@@ -2,30 +2,31 @@
 
 Invariants:
 1. A job has one present generation, which never goes back, not even over a restart (except that a
-   job idle for 30 days is forgotten, with its number). A launch (incarnation) that was not seen
-   before begins the next generation. A superseded launch gets no place while a member of the newer
-   one is joined; otherwise it may begin the next generation, since names of launches recur.
-2. All joined members of a job are of its present generation and agree on the spec and on dp_size.
-   A member that differs is refused while any member has a place. If none has, a different spec
-   begins a generation and replaces the old spec, and progress starts from zero. Their places fit
-   together, as layout.py says.
+1. A job has one present generation. Its number never decreases, even over a restart (except that a
+   job that was idle for 30 days is forgotten, with its number). A launch (incarnation) that was not
+   seen before begins the next generation. A superseded launch gets no place while a member of the
+   newer one is joined; otherwise it may begin the next generation, since names of launches recur.
+2. All joined members of a job belong to its present generation, and agree on the spec and on
+   dp_size. A member that differs is refused while any member has a place. If none has, a different
+   spec begins a generation and replaces the old spec, and progress starts from zero. The places of
+   members fit together, as layout.py says.
 3. Only a joined member of the present generation is renewed, and only by the node through which it
-   has joined last, as only that node ends its lease. Others get LeaseExpired and have to join
-   again; the join names the launch, and decides. A member gets LeaseFenced, and stops, only while a
-   member of a newer launch is joined.
+   joined last, as only that node ends its lease. Others get LeaseExpired and have to join again;
+   the join names the launch, and decides. A member gets LeaseFenced, and stops, only while a member
+   of a newer launch is joined.
 4. A place (dp_rank, rank) may have any number of members of the present launch: a rank and its
-   DataLoader workers, or a process and the one that replaces it. Data requests are idempotent and
-   progress is a maximum, so several members do no harm, and a dead one expires. Only a newer launch
-   fences others.
+   DataLoader workers, or a process and its successor. Data requests are idempotent and progress is
+   a maximum, so several members do no harm, and a dead one expires. Only a newer launch fences
+   others.
 5. The answer to a join, a leave or a change is durable. A restart gives every joined member a full
    lease, so it stops no member.
 6. A lease ends when its member's node says so, or after `lease_s` in which the coordinator was
    awake: a clock jump, a suspended machine or a blocked disk never ends a lease.
-7. Within a generation, the progress of a job and of a member does not go back. (A crash may forget
-   the last seconds of it; the next heartbeat brings them back.)
+7. Within a generation, the progress of a job and of a member never decreases. (A crash may forget
+   the last seconds of it; the next heartbeat restores them.)
 8. A repeated event changes nothing but the lease.
 9. Everything is bounded: members that are gone, launches, silent nodes, idle jobs.
-10. The nodes of a job are told to a node only in the answer to the join of its first member, or as
+10. The nodes of a job are sent to a node only in the answer to the join of its first member, or as
    nodes.py says.
 
 Lease time runs with the clock but takes no step longer than `lease_s / 3`; ticks make it run.
@@ -79,13 +80,14 @@ from dataplane.rpc.membership import (
 )
 
 JOB_KEPT_S = 30 * 24 * 3600.0
-# The phase of a member that was lost, or left on purpose, and the phases before.
+# The phases of a member that was lost, and of one that left on purpose: the new one, and those from
+# which it changes.
 _LOST = (Phase.EXPIRED, (Phase.JOINED,))
 _LEFT = (Phase.LEFT, (Phase.JOINED, Phase.EXPIRED))
 
 
 class CoordinatorState:
-    """The whole memory of a coordinator. `decide` is the only entry point."""
+    """The whole state of a coordinator. `decide` is the only entry point."""
 
     def __init__(
         self,
@@ -98,7 +100,7 @@ class CoordinatorState:
         records: Iterable[Record] = (),
         salt: bytes = b"",
     ) -> None:
-        """Create the state. `salt` goes into the versions of jobs' nodes: up to 64 bytes, not
+        """Create the state. `salt` is part of the versions of jobs' nodes: up to 64 bytes, not
         secret.
         """
         self._coordinator_id = coordinator_id
@@ -114,7 +116,7 @@ class CoordinatorState:
         self._claims: list[Claim] = []
 
     def decide(self, event: Event, now: float) -> Decision:
-        """Decide an event at this time: an answer or a refusal, and the records to store."""
+        """Decide an event: return an answer or a refusal, and the records to store."""
         self._clock += min(max(now - self._now, 0.0), self._lease_s / 3)
         self._now = now
         self._makers.settle(self._clock)
@@ -175,7 +177,8 @@ class CoordinatorState:
             self._admit(roster, request)
         self._seat(roster, request)
         self._nodes.want_makers(request.node_id, (request.job_id,), self._clock)
-        # Further members of a node would make a launch of n nodes cost n^2 for each of them.
+        # Only for the first member of each node: otherwise, a launch of n nodes would cost n^2 for
+        # each member of a node.
         is_first = roster.neighbours.has_one_of(request.node_id)
         nodes = self._nodes.of(roster, self._clock) if is_first else None
         job, ledger = roster.job, roster.ledger
@@ -200,7 +203,8 @@ class CoordinatorState:
             raise refusals.spec_mismatch(
                 job, holder, request, differences, left_s, table, reopened=reopened
             )
-        # A launcher may give two launches one name: then its first process shows the second one.
+        # A launcher may give two launches the same name. Then a new member of an idle job shows
+        # that a second launch has begun.
         is_new = roster.is_idle and request.member_id not in roster.members
         if differences or request.incarnation != job.incarnation or (is_new and roster.is_changed):
             following = first_generation(request, self._now)

@@ -1,11 +1,11 @@
-"""The coordinator's memory on disk: SQLite, one connection, one writer.
+"""The coordinator's state on disk: SQLite, one connection, one writer.
 
 SQLite before 3.51.3 can corrupt a WAL database with two connections, so the store uses one
 connection and a rollback journal. The file is locked as long as it is open: a second coordinator on
 the same file is refused. After a SIGKILL, the kernel drops the lock and SQLite rolls back
 incomplete writes.
 
-Calls block, so journal.py makes them from a thread.
+Calls block, so front.py makes them from a thread.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _REMEDY = (
     "restore it from a copy, or move it away: then every job starts at generation 1, and running "
     "ranks join again"
 )
-# A full disk, and one that fails, may be repaired under a running coordinator.
+# These may be repaired while the coordinator runs: the disk is full, or it fails.
 _PASSING = ("SQLITE_FULL", "SQLITE_IOERR")
 _TABLE = (
     "CREATE TABLE IF NOT EXISTS {} (job TEXT NOT NULL, name TEXT NOT NULL, body TEXT NOT NULL, "
@@ -109,7 +109,7 @@ class JobStore:
         """
         try:
             return _read(cls, body)
-        except Exception as error:  # whatever is wrong with what was stored
+        except Exception as error:  # stored bytes may be invalid in any way
             raise ConfigError(
                 f"{self.path}: the record {name[:_SHOWN_MAX]!r} of {table} cannot be read "
                 f"({type(error).__name__}: {str(error)[:_SHOWN_MAX]}). Another version of "
@@ -265,7 +265,7 @@ def _body(write: Keep) -> str:
 
 def _read(cls: type[Record], body: str) -> Record:
     record: Record = _restored(cls, json.loads(body))
-    # Check that all fields have their declared types, since other code relies on them.
+    # Check that all fields have their declared types, since other code relies on that.
     msgspec.convert(msgspec.to_builtins(record), complete(cls))
     return record
 
@@ -274,7 +274,7 @@ def _restored(hint: Any, plain: Any) -> Any:
     """Return a value of this type from its JSON form `plain`: Structs and dataclasses are objects,
     tuples are lists, and enums are their values.
     """
-    if isinstance(hint, types.UnionType):  # a value or None
+    if isinstance(hint, types.UnionType):  # always a type or None
         return None if plain is None else _restored(typing.get_args(hint)[0], plain)
     if isinstance(hint, type) and (issubclass(hint, Struct) or is_dataclass(hint)):
         hints = _hints(hint)

@@ -1,4 +1,4 @@
-"""The coordinator's memory, in the form shown to people."""
+"""The coordinator's state, in the form that people see."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dataplane.rpc.membership import (
 _SHOWN_MAX = 10
 _JOBS_MAX, _NODES_MAX = 1024, 1024
 _OF_JOBS_MAX = 2048
-"""Members of all jobs in an answer, and nodes of all jobs."""
+"""The most members of all jobs, and the most nodes of all jobs, in an answer."""
 _SOURCE_LENGTH_MAX = 128
 
 
@@ -90,8 +90,8 @@ def _active(rosters: Mapping[str, Roster]) -> list[Roster]:
 
 
 def _shares(counts: Sequence[int]) -> list[int]:
-    """Return how many members of each job are shown: small jobs leave their unused share to larger
-    ones, so no job hides another.
+    """Return how many members of each job are shown. Small jobs leave their unused share to larger
+    ones, so that no job hides another.
     """
     shares, left = [0] * len(counts), _OF_JOBS_MAX
     for place, at in enumerate(sorted(range(len(counts)), key=counts.__getitem__)):
@@ -101,7 +101,7 @@ def _shares(counts: Sequence[int]) -> list[int]:
 
 
 def ledger(job_id: str, rosters: Mapping[str, Roster]) -> LedgerResponse:
-    """A job's ledger.
+    """Return a job's ledger.
 
     Raises:  ConfigError: no job has that name.
     """

@@ -1,8 +1,8 @@
-"""Convert Arrow arrays to another type for the same values, and make columns from pieces of bytes.
+"""Convert Arrow arrays between types that hold the same values, and build columns from bytes.
 
-Arrow has several layouts for one value (dictionaries, run ends, views, 32 and 64 bit offsets), and
-its kernels support only some of them. One array with 32-bit offsets holds at most 2 GiB of text, or
-of list items.
+Arrow has several layouts for the same values (dictionaries, run ends, views, 32 and 64 bit
+offsets), and its kernels support only some of them. An array with 32-bit offsets holds at most
+2 GiB of text, or of list items.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ ANY_LISTS = frozenset(
     make(pa.null()).id for make in (pa.list_, pa.large_list, pa.list_view, pa.large_list_view)
 )
 LIST_VIEWS = frozenset(make(pa.null()).id for make in (pa.list_view, pa.large_list_view))
-"""The types of texts, of bytes, of lists of any length in any layout, and of lists whose values may
-lie in any order, by id.
+"""Arrow type ids of texts, of bytes, of lists of any layout, and of list views, whose values may be
+stored in any order.
 """
 _NARROW = frozenset(kind.id for kind in (pa.string(), pa.binary()))
 
 
 def widened(kind: pa.DataType) -> pa.DataType:
-    """Return the type for the same values that has room for more than 2 GiB of them."""
+    """Return the type that holds the same values, and more than 2 GiB of them."""
     if isinstance(kind, pa.BaseExtensionType):
         return kind if isinstance(kind, pa.FixedShapeTensorType) else widened(kind.storage_type)
     if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
@@ -53,7 +53,7 @@ def _widened(field: pa.Field) -> pa.Field:
 
 
 def read_as(array: pa.Array, kind: pa.DataType) -> pa.Array:
-    """Convert an array to a type that can hold the same values; times may become their integers.
+    """Convert an array to a type that can hold the same values; times may become integers.
 
     Raises:  Arrow's errors.
     """
@@ -93,8 +93,8 @@ def _read_as_struct(array: pa.Array, kind: pa.DataType, mask: pa.Array | None) -
 
 
 def _read_as_lists(array: pa.Array, kind: pa.DataType, mask: pa.Array | None) -> pa.Array:
-    """Convert lists item by item. Rows are taken as plain values, since `flatten` supports few
-    types.
+    """Convert lists item by item. Nested arrays are rebuilt from their offsets and values, since
+    Arrow's `flatten` supports few types.
     """
     offsets = array.offsets.to_numpy()
     if array.type.id in LIST_VIEWS:
@@ -150,7 +150,7 @@ def decoded(array: pa.Array) -> pa.Array:
 
 
 def _taken(values: pa.Array, rows: pa.Array) -> pa.Array:
-    """Select rows of the values, also of views, which Arrow's `take` does not support."""
+    """Select rows of the values; also of view types, which Arrow's `take` does not support."""
     kind = values.type
     is_view = pa.types.is_string_view(kind) or pa.types.is_binary_view(kind)
     if is_view or (kind.id in _NARROW and _longest(values) * len(rows) > OFFSET_MAX):
@@ -165,8 +165,8 @@ def _longest(texts: pa.Array) -> int:
 
 
 def record_batch(arrays: Sequence[pa.Array], schema: pa.Schema) -> pa.RecordBatch:
-    """Make a batch of these columns. A column too large for its type's offsets gets the
-    wide type.
+    """Make a batch of these columns. If a column is too large for its type's 32-bit offsets, it
+    gets the type with 64-bit offsets.
     """
     try:
         return pa.RecordBatch.from_arrays(arrays, schema=schema)
@@ -175,7 +175,7 @@ def record_batch(arrays: Sequence[pa.Array], schema: pa.Schema) -> pa.RecordBatc
 
 
 def joined(pieces: Sequence[pa.Array]) -> pa.Array:
-    """Concatenate arrays into one; with wide offsets if narrow ones cannot hold the sum.
+    """Concatenate arrays into one, with 64-bit offsets if 32-bit ones cannot hold the sum.
 
     Raises:  Arrow's errors.
     """
@@ -196,8 +196,8 @@ _NARROW_BYTES = 4
 
 
 def bytes_column(pieces: Sequence[memoryview | bytes | None], kind: pa.DataType) -> pa.Array:
-    """Make a column with one binary or string value a row; None is null. Beyond 2 GiB the type is
-    wide.
+    """Make a column with one binary or string value per row; None is null. Beyond 2 GiB it has
+    64-bit offsets.
     """
     lengths = np.fromiter((-1 if p is None else len(p) for p in pieces), np.int64, len(pieces))
     valid = lengths >= 0
@@ -210,7 +210,7 @@ def bytes_column(pieces: Sequence[memoryview | bytes | None], kind: pa.DataType)
 
 
 def primitive_column(values: np.ndarray, valid: np.ndarray, kind: pa.DataType) -> pa.Array:
-    """Make a column with one number a row.
+    """Make a column with one number per row.
 
     Shapes:  values: dtype of kind [rows].   valid: bool[rows].
     """
@@ -219,9 +219,9 @@ def primitive_column(values: np.ndarray, valid: np.ndarray, kind: pa.DataType) -
 
 
 def list_column(counts: np.ndarray, valid: np.ndarray, values: pa.Array) -> pa.Array:
-    """Make a column with one list a row; beyond 2^31 values the type is wide.
+    """Make a column with one list per row; beyond 2^31 values it has 64-bit offsets.
 
-    Shapes:  counts: int64[rows].   valid: bool[rows].   values: the lists, one after the other.
+    Shapes:  counts: int64[rows].   valid: bool[rows].   values: those of all lists, concatenated.
     """
     offsets = offsets_of(counts)
     make = pa.large_list if offsets.itemsize > _NARROW_BYTES else pa.list_

@@ -1,8 +1,8 @@
-"""Find the columns of an Arrow record batch from its metadata alone, and read some of them.
+"""Find the columns of an Arrow record batch from its metadata, and read only some of them.
 
-A batch lists its buffers one after the other, without names; the schema says how many belong to
-each column. The number of buffers of a union depends on the metadata version, and some types are
-unknown: shards with such columns are read whole.
+A batch lists its buffers in order, without names; the schema determines how many belong to each
+column. The number of buffers of a union depends on the metadata version, and for some types it is
+not known: shards with such columns are read whole.
 
 Source:  https://arrow.apache.org/docs/format/Columnar.html#recordbatch-message
 """
@@ -27,7 +27,7 @@ from dataplane.formats.source import Memory
 
 # The decoded size of a compressed record batch, estimated from its metadata alone.
 
-# A batch with values of unknown length (text, binary) is assumed to compress at most this much.
+# Values of variable length (text, binary) are assumed to compress by this factor at most.
 VARIABLE_RATIO = 8
 _NUMBERS = frozenset(
     kind.id
@@ -36,7 +36,8 @@ _NUMBERS = frozenset(
         *(pa.uint64(), pa.float16(), pa.float32(), pa.float64(), pa.bool_()),
     )
 )
-"""Types whose ids tell their widths: wide tables have tens of thousands of such columns."""
+"""Types whose width follows from their id. A fast path: wide tables have tens of thousands of such
+columns."""
 
 
 def decoded_estimate(schema: pa.Schema, nodes: Sequence[int], body_length: int) -> int:
@@ -93,11 +94,11 @@ def _size(kind: pa.DataType, lengths: Iterator[int]) -> tuple[int, bool]:
 Int64 = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-# Leaving columns out of a smaller block saves less than a request costs (see index/projection.py),
-# and a dataset may have millions of such blocks.
+# If a smaller block is read without some of its columns, the saved bytes cost less than the request
+# (see index/projection.py); and a dataset may have millions of such blocks.
 PLACED_BYTES_MIN = 512 << 10
-# The text of a column is assumed to compress at most this much. The estimate for the whole batch
-# assumes less, and remains the limit.
+# One text column is assumed to compress by this factor at most. For the sum of all columns,
+# VARIABLE_RATIO remains the limit.
 COLUMN_RATIO = 32
 _SHARES_MAX = 1 << 62
 _VIEWS = frozenset({pa.string_view().id, pa.binary_view().id})
@@ -120,11 +121,12 @@ _FLAT = {
     pa.bool_().id: 2,
     pa.month_day_nano_interval().id: 2,
 }
-"""How many buffers an array has by itself, by type."""
+"""The number of buffers of an array without its children, by type."""
 
 
 class BufferCounts(Struct, frozen=True, eq=False):
-    """The number of buffers of each of F columns. Buffers of views vary, so each batch states them.
+    """The number of buffers of each of F columns. Arrays of views have additional buffers, whose
+    number each batch states.
 
     Shapes:  own: int64[F].   views: int64[F], arrays of views.   has_dictionary: bool[F].
     """
@@ -198,9 +200,9 @@ def _has_fixed_width(kind: pa.DataType) -> bool:
 def column_places(
     schema: pa.Schema, batches: Sequence[Message], shared: int
 ) -> list[Sequence[int]] | None:
-    """Return, for each batch, the `Block.columns` of a block that is this batch alone. None if a
-    batch does not give its places, or if leaving out columns would save little. `shared` is the
-    decoded size of the dictionaries.
+    """Return `Block.columns` for each batch, as if it were a block of its own. None if a batch does
+    not state its places, or if leaving out columns would save little. `shared` is the decoded size
+    of the dictionaries.
     """
     large = max((batch.end - batch.offset for batch in batches), default=0)
     if large < PLACED_BYTES_MIN or len(schema) < 2:
@@ -227,7 +229,7 @@ def _placed(schema: pa.Schema, counts: BufferCounts, message: Message, shared: i
     first, last = np.full(len(schema), head.body_length), np.zeros(len(schema), np.int64)
     np.minimum.at(first, column[is_used], begin[is_used])
     np.maximum.at(last, column[is_used], (begin + size)[is_used])
-    # A column without bytes lies where the one before it ends.
+    # A column without bytes is placed where the previous one ends.
     first = np.where(last == 0, np.maximum.accumulate(last), first)
     length = np.maximum(last - first, 0)
     share = length
@@ -240,7 +242,7 @@ def _placed(schema: pa.Schema, counts: BufferCounts, message: Message, shared: i
 
 
 def are_within(head: Head) -> bool:
-    """Whether all buffers of a batch lie in its body."""
+    """Return whether all buffers of a batch lie in its body."""
     begin, size = np.asarray(head.starts, np.int64), np.asarray(head.sizes, np.int64)
     is_outside = (begin < 0) | (size < 0) | (size > head.body_length)
     is_outside |= begin > head.body_length - size
@@ -256,9 +258,10 @@ def _decoded_shares(schema: pa.Schema, head: Head, length: Int64) -> Int64:
 
 # Make a record batch that pyarrow can read from some columns of a stored one.
 #
-# The pieces that were read lie one after the other in memory. A copy of the batch's metadata is
-# changed: each buffer of a requested column gets its new place, and all others become empty. The
-# body is not copied, and the new metadata refers only to bytes that were read.
+# pyarrow takes the body of a batch as one piece of memory, but only some pieces of it were read,
+# and they are adjacent in memory. So a copy of the batch's metadata is changed: each buffer of a
+# requested column gets its new place, and all others become empty. The body is not copied, and the
+# new metadata can refer only to bytes that were read.
 #
 # Source:  https://arrow.apache.org/docs/format/Columnar.html#recordbatch-message
 
@@ -327,7 +330,7 @@ def _moved(block: RawBlock, message: Message, is_wanted: Bools) -> tuple[Int64, 
             block.url,
             shift + int(begin[at]),
             "a buffer of a requested column lies outside of its column",
-            expected="a place as it was indexed",
+            expected="the place that indexing recorded",
             found=f"{size[at]} bytes",
         )
     moved = begin - piece_at[piece] + read_at[piece]

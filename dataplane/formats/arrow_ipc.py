@@ -1,9 +1,9 @@
-"""Arrow IPC, file and stream, told apart by their first bytes and not by name.
+"""Arrow IPC, file and stream, distinguished by their first bytes and not by name.
 
-A block is one record batch, or a run of small ones. The preamble is the schema and the dictionaries
-before the first record batch, so preamble and body together are a valid IPC stream. If dictionaries
-come later, or a file's footer lists its batches in another order than they are stored, the whole
-shard is one block.
+A block is one record batch, or several adjacent small ones. The preamble is the schema and the
+dictionaries before the first record batch, so preamble and body together are a valid IPC stream. If
+dictionaries come later, or a file's footer lists its batches in another order than they are stored,
+the whole shard is one block.
 
 Source:  https://arrow.apache.org/docs/format/Columnar.html#serialization-and-interprocess-communication-ipc
 """
@@ -58,23 +58,23 @@ from dataplane.model.errors import DataplaneError
 from dataplane.model.records import Region
 from dataplane.plan.columns import NEVER, UNKNOWN
 
-# Record batches smaller than this are grouped, up to the second figure.
+# Record batches smaller than SMALL_BYTES are grouped into blocks of at most GROUP_BYTES.
 SMALL_BYTES = 256 << 10
 GROUP_BYTES = 4 << 20
-# A compressed buffer states its size before it is inflated; a block may not claim more than this
-# many times its own size beyond the floor.
+# A compressed buffer states its size after decompression. All buffers of a block together may claim
+# this multiple of the block's size, or CLAIM_FLOOR_BYTES if that is more.
 CLAIM_RATIO_MAX = 1024
 CLAIM_FLOOR_BYTES = 64 << 20
 _FILE_START = MAGIC + b"\0\0"
 _KEPT_PREAMBLES, _KEPT_PREAMBLE_BYTES_MAX = 64, 64 << 10
-"""How many schemas a process remembers, of preambles of this size."""
+"""The number of parsed schemas that a process caches, and the largest preamble that it caches."""
 
 
-# The null counts of an Arrow IPC shard: each record batch states the count of each of its arrays.
+# The null counts of an Arrow IPC shard, from the counts that each record batch states.
 #
-# Values below a null are undefined and may count as null or not. So if a list column has nulls, the
-# number of nulls among its items is unknown. The same holds for items of list views, since some of
-# their values may belong to no list.
+# Values below a null are undefined: writers may count them as nulls or not. So if a list column has
+# nulls, the number of nulls among its items is unknown. The same holds for items of list views,
+# since some of their values may belong to no list.
 
 _LIST_VIEWS = frozenset({pa.list_view(pa.null()).id, pa.large_list_view(pa.null()).id})
 
@@ -91,7 +91,7 @@ def null_counts(schema: pa.Schema, heads: Sequence[Head]) -> array[int]:
     counts = np.where(totals > 0, totals, declared).tolist()
     if nulls.is_flat(schema):
         return array("q", counts)
-    # A dictionary may hold nulls that its indices do not show.
+    # A null may be in the dictionary instead of the indices.
     of_values = any(head.kind == DICTIONARY and any(head.nulls) for head in heads)
     _settle(schema, counts, 0, of_values=of_values)
     return array("q", counts)
@@ -113,8 +113,8 @@ def _settle(
     below_null: bool = False,
     in_list: bool = False,
 ) -> int:
-    """Replace counts that mean nothing by UNKNOWN; return the index of the node after
-    these fields.
+    """Replace counts that are not reliable by UNKNOWN. Return the index of the node after these
+    fields.
     """
     for field in fields:
         node, at = at, at + 1
@@ -139,7 +139,7 @@ class ArrowIpc:
 
     name = "arrow"
     suffixes = BY_FORMAT["arrow"]
-    index_version = 2  # places of columns; texts are estimated together
+    index_version = 2  # raised for: places of columns; a joint estimate for text columns
 
     def first_reads(self, size_bytes: int) -> tuple[Region, ...]:
         """Return the ranges that `index` reads first: the start and, of a file, the end."""
@@ -170,7 +170,7 @@ class ArrowIpc:
         else:
             arriving = file_messages(source, footer.first, footer.start)
         first = next(arriving, None)
-        # Taken now: the source reads forward, and would have to read it again.
+        # Read now, since the source only reads forward.
         schema = b""
         if first is not None:
             metadata = source.view(first.offset, first.metadata_length)
@@ -191,7 +191,7 @@ class ArrowIpc:
             if batches is None:
                 _check_claims(block, part)
                 batches = _read(block, part, schema, columns)
-        # Joining batches follows their offsets, so each is checked before.
+        # Concatenating batches follows their offsets, so these must be checked before.
         batches = [validated(batch, url, start) for batch in batches]
         rows = sum(batch.num_rows for batch in batches)
         check_rows(url, start, block.rows, rows)
@@ -239,7 +239,8 @@ def _shard_index(
     start = batches[0].offset if batches else messages[-1].end
     before = [m for m in messages if m.offset < start]
     dictionaries = any(m.head.kind == DICTIONARY for m in messages)
-    # Decoding finds the end of a schema without a length at the end of the preamble.
+    # If the schema message has no length, it can only be found at the end of the preamble: no
+    # dictionary may follow it.
     late = any(m.head.kind == DICTIONARY and (is_alone or m.offset > start) for m in messages)
     one_block = functools.partial(_one_block, shard, schema, messages, nulls)
     if footer is not None and [batch.offset for batch in footer.batches] != [
@@ -301,7 +302,7 @@ def _schema(url: str, first: bytes, messages: list[Message]) -> pa.Schema:
     with foreign_faults(url, messages[0].offset, "the schema of the shard is damaged"):
         schema = pa.ipc.open_stream(first).schema
     for message in messages[1:]:
-        # A batch without arrays claims to have no rows and would be skipped.
+        # A batch without arrays would seem to have no rows, and would be skipped.
         if len(schema) and not message.head.nodes:
             raise corrupt(url, message.offset, "a batch of columns has no arrays")
     return schema
@@ -310,9 +311,7 @@ def _schema(url: str, first: bytes, messages: list[Message]) -> pa.Schema:
 def _check_footer(
     url: str, footer: ArrowFooter, schema: pa.Schema, messages: list[Message]
 ) -> None:
-    """Refuse a file whose footer contradicts its messages: no reader can know which of them is
-    right.
-    """
+    """Refuse a file whose footer contradicts its messages: either may be wrong."""
     is_same = footer.is_big_endian == messages[0].head.is_big_endian
     if not is_same or not footer.schema.equals(schema):
         raise corrupt(url, footer.start, "the footer and the first message have different schemas")
@@ -332,7 +331,7 @@ def _decoded(schema: pa.Schema, message: Message) -> int:
 
 
 def _runs(batches: Sequence[Message]) -> Iterator[list[Message]]:
-    """Group batches into blocks: large ones alone, small neighbours together."""
+    """Group batches into blocks: each large batch alone, adjacent small ones together."""
     total = sum(m.end - m.offset for m in batches)
     if total >= SMALL_BYTES * len(batches):
         yield from ([m] for m in batches)
@@ -351,9 +350,9 @@ def _runs(batches: Sequence[Message]) -> Iterator[list[Message]]:
 def _read_alone(
     block: RawBlock, part: PartialBatch | None, schema: pa.Schema, columns: Sequence[str]
 ) -> list[pa.RecordBatch] | None:
-    """Read a block of one record batch that is not compressed, whose preamble is a schema and
-    nothing else, in a third of the time of `_read`. None for all others, and for damaged ones:
-    their error says where.
+    """Read a block of one uncompressed record batch whose preamble is only a schema, in a third of
+    the time of `_read`. Return None for all other blocks, and for damaged ones, for which `_read`
+    raises an error that says where.
 
     Raises:  CorruptShard: as `messages_of`.
     """
@@ -376,8 +375,8 @@ def _read_alone(
 
 @functools.lru_cache(_KEPT_PREAMBLES)
 def _schema_alone(preamble: bytes) -> pa.Schema | None:
-    """The schema of a preamble that has nothing else; None if it is damaged, or has numbers in the
-    other byte order, which a stream's reader swaps.
+    """Return the schema of a preamble that contains nothing else. None if it is damaged, or if its
+    numbers have the other byte order, which only a stream's reader swaps.
     """
     try:
         message = next(whole_messages(Memory("", memoryview(preamble), 0), 0, len(preamble)), None)
@@ -412,8 +411,8 @@ def _read(
 
 
 def _readable(block: RawBlock, part: PartialBatch | None) -> pa.NativeFile:
-    """Open the block for pyarrow. A whole file is passed as memory: pyarrow would read a Python
-    file in a thread of its own, which may outlive the interpreter and then crash it.
+    """Open the block for pyarrow. A whole file is passed as memory, since pyarrow would read a
+    Python file in a thread of its own, which may outlive the interpreter and crash it.
     """
     if not len(block.preamble):
         return pa.BufferReader(pa.py_buffer(block.body))
@@ -426,7 +425,7 @@ def _readable(block: RawBlock, part: PartialBatch | None) -> pa.NativeFile:
 
 
 def _check_claims(block: RawBlock, part: PartialBatch | None) -> None:
-    """Refuse compressed buffers that claim an inflated size larger than any real block has.
+    """Refuse compressed buffers that claim a decompressed size which no real block has.
 
     Raises:  CorruptShard.
     """
@@ -462,7 +461,7 @@ def _bodies(block: RawBlock, part: PartialBatch | None) -> Iterator[tuple[int, H
 
 
 def _first_of(file: memoryview) -> int:
-    """Find the first message of a whole file, after its schema; that schema may have no length."""
+    """Find the first message after the schema of a whole file; the schema may have no length."""
     length = int.from_bytes(file[-10:-6], "little")
     first = first_offset(file[-10 - length : -10])
     if first is not None and is_bare(Memory("", file, 0), len(_FILE_START), first):

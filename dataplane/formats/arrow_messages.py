@@ -29,11 +29,11 @@ from dataplane.formats.flatbuf import (
 from dataplane.formats.nulls import children
 from dataplane.formats.source import NEAR_BYTES, ByteSource, Parts, Window
 
-# Decide whether the size of an Arrow record batch says all that an index needs to know about it.
+# Decide whether an index can take all it needs from the size of a record batch.
 #
 # A file's footer lists the size of each batch. If all columns have fixed widths, a batch of the
-# same size as one without nulls has the same number of rows and no nulls, so its metadata need not
-# be read. Decoding checks the rows and nulls of every block anyway.
+# same size as a batch without nulls has the same number of rows and no nulls, so its metadata need
+# not be read. Decoding checks the rows and nulls of every block anyway.
 #
 # Source:  https://arrow.apache.org/docs/format/Columnar.html#recordbatch-message
 
@@ -44,14 +44,14 @@ _ROW_BITS_MAX = 1 << 40
 _BITS = 8
 
 _Nodes = tuple[tuple[int, int], ...]
-"""For each array, depth first: how many values it has for each row, and the bits of a value; 0 bits
-if it has no buffer of values.
+"""For each array, depth first: the number of values per row, and the bits per value (0 if the array
+has no buffer of values).
 """
 
 
 def is_implied_by_size(schema: pa.Schema, head: Head) -> bool:
-    """Whether every batch with a body as long as this one has the same number of rows and no nulls.
-    Assumes that one writer made both batches, and pads all buffers alike.
+    """Return whether every batch with a body of the same length has as many rows as this one, and
+    no nulls. Assumes that the same writer made both, and so pads all buffers in the same way.
     """
     if head.kind != RECORDS or head.compressed or not head.rows or any(head.nulls):
         return False
@@ -70,8 +70,8 @@ def is_implied_by_size(schema: pa.Schema, head: Head) -> bool:
 
 
 def _nodes(schema: pa.Schema) -> _Nodes | None:
-    """Return None if a column's size depends on more than its row count, or if there are many
-    columns.
+    """Describe the arrays of a schema. None if the size of a column depends on more than its row
+    count, or if there are many columns.
     """
     if len(schema) > _NODES_MAX:
         return None
@@ -99,7 +99,7 @@ def _nodes_of(kind: pa.DataType, count: int) -> Iterator[tuple[int, int]]:
 
 
 def _buffer_bytes(nodes: _Nodes, rows: int) -> list[int]:
-    """Return the size of each buffer if no array has nulls: per array a validity buffer, then
+    """Return the size of each buffer if no array has nulls: for each array a validity buffer, then
     values.
     """
     sizes = []
@@ -110,12 +110,12 @@ def _buffer_bytes(nodes: _Nodes, rows: int) -> list[int]:
 
 @functools.lru_cache(maxsize=1024)
 def _is_only_solution(nodes: _Nodes, rows: int, alignment: int) -> bool:
-    """Whether only this number of rows fits this size, with or without validity buffers."""
+    """Return whether this is the only number of rows of this size, with or without validity."""
     size = int(_body_bytes(nodes, np.array([rows]), alignment)[0])
     if _body_bytes(nodes, np.array([rows + 1]), alignment)[0] == size:
         return False
     with_all = sum(count * (bits + 1) for count, bits in nodes) / 8
-    # The padding of all buffers is what a smaller number of rows may have on top.
+    # A smaller number of rows may fill at most the padding of all buffers.
     least = max(0, int((size - 2 * alignment * len(nodes)) / with_all) - 1)
     if rows - least > _NUMBERS_OF_ROWS_MAX:
         return False
@@ -130,7 +130,7 @@ def _is_only_solution(nodes: _Nodes, rows: int, alignment: int) -> bool:
 
 
 def _body_bytes(nodes: _Nodes, rows: NDArray[np.int64], alignment: int) -> NDArray[np.int64]:
-    """Shapes:  rows: int64[N].   result: int64[N], without buffers of validity."""
+    """Shapes:  rows: int64[N].   result: int64[N], without validity buffers."""
     totals = np.zeros(len(rows), np.int64)
     for count, bits in nodes:
         totals += _padded(-(-rows * count * bits // 8), alignment)
@@ -144,10 +144,10 @@ def _padded(size: NDArray[np.int64] | int, alignment: int) -> NDArray[np.int64] 
 MAGIC = b"ARROW1"
 CONTINUATION = b"\xff\xff\xff\xff"
 METADATA_BYTES_MAX = 256 << 20
-# How many record batches have their metadata read at once; the padded end-of-stream mark.
+# How many record batches have their metadata read at once, and the size of a padded end mark.
 _TOGETHER_MAX = 1 << 14
 _END_BYTES = 64
-# With fewer, nothing is saved.
+# With fewer batches of the same size, nothing is saved.
 _ALIKE_MIN = 2
 
 
@@ -177,8 +177,8 @@ class ArrowFooter(Struct, frozen=True):
 
 
 def is_legacy(source: ByteSource, at: int, end: int) -> bool:
-    """Whether a stream has the format of Arrow before 0.15: the length of the first message comes
-    first, without a continuation mark.
+    """Return whether a stream has the format of Arrow before 0.15, in which the length of the first
+    message is not preceded by a continuation mark.
     """
     length = int.from_bytes(source.view(at, 4), "little")
     if not 16 <= length <= min(end - at - 4, METADATA_BYTES_MAX):
@@ -187,8 +187,8 @@ def is_legacy(source: ByteSource, at: int, end: int) -> bool:
 
 
 def is_bare(source: ByteSource, at: int, end: int) -> bool:
-    """Whether these bytes are a schema message's metadata without its length. Polars 2 and later
-    start files this way, since readers of files take the schema from the footer.
+    """Return whether these bytes are the metadata of a schema message without its length. Polars 2
+    and later start files this way, since readers of files take the schema from the footer.
     """
     if not 8 <= end - at <= METADATA_BYTES_MAX:
         return False
@@ -210,7 +210,7 @@ def file_footer(shard: ShardReader) -> ArrowFooter:
     Raises:  CorruptShard: it is missing or damaged.
     """
     url, size = shard.url, shard.size_bytes
-    # One read of the end of the file has the whole footer, unless there are very many batches.
+    # One read of the end of the file gets the whole footer, unless there are very many batches.
     window = Window(shard)
     window.view(max(0, size - PROBE_BYTES), min(PROBE_BYTES, size))
     tail = bytes(window.view(max(0, size - 10), 10))
@@ -241,8 +241,8 @@ def file_footer(shard: ShardReader) -> ArrowFooter:
 
 
 def read_together(shard: ShardReader, window: Window, footer: ArrowFooter) -> ByteSource:
-    """Read the metadata of large record batches in parallel, since one read takes as long as the
-    transfer of a MiB. Batches whose metadata must equal the first one's are not read.
+    """Read the metadata of large record batches in parallel, since one such read takes as long as
+    the transfer of a MiB. Batches whose metadata must equal the first one's are not read.
     """
     end, same = footer.start, _same_as_first(window, footer)
     rest = [batch for batch in footer.batches if batch.offset not in same]
@@ -270,7 +270,7 @@ def _same_as_first(window: Window, footer: ArrowFooter) -> dict[int, memoryview]
         return {}
     try:
         head = message_head(content[8:])
-    except ValueError:  # damaged: the error comes when all messages are read, and says where
+    except ValueError:  # damaged: reading all messages raises an error that says where
         return {}
     is_implied = head.body_length == first.body_length and is_implied_by_size(footer.schema, head)
     return {batch.offset: content for batch in alike} if is_implied else {}
@@ -337,7 +337,7 @@ def messages_of(source: ByteSource, at: int, end: int, *, file: bool) -> Iterato
 
 
 def whole_messages(source: ByteSource, at: int, end: int) -> Iterator[Message]:
-    """Yield the messages of a piece that may end without an end-of-stream mark."""
+    """Yield the messages of a part of a stream that may lack the end-of-stream mark."""
     for message in messages_of(source, at, end, file=True):
         yield message
         if message.end == end:

@@ -1,4 +1,4 @@
-"""The interface of a shard format: index a shard, decode a block, give the schema."""
+"""The interface of a shard format: index a shard, and decode a block."""
 
 from __future__ import annotations
 
@@ -22,22 +22,23 @@ class ShardReader(Protocol):
     def size_bytes(self) -> int: ...
 
     def read(self, offset: int, length: int) -> Buffer:
-        """Read exactly this range, or raise an error of the StoreError family."""
+        """Read exactly this range, or raise a StoreError."""
 
     def read_all(self, places: Sequence[Region]) -> list[Buffer]:
-        """Read several short ranges at the same time; otherwise the same as `read`."""
+        """Read several short ranges concurrently; otherwise the same as `read`."""
 
     def stream(self) -> Iterator[Buffer]:
-        """The whole shard from its start, piece by piece."""
+        """Yield the whole shard from its start, piece by piece."""
 
 
 class Block(Struct, frozen=True):
-    """The unit of fetch and decode. `place` is its byte range in the shard; `decoded_bytes`
-    estimates its Arrow size, and should be too large rather than too small.
+    """The unit that is fetched and decoded. `place` is its byte range in the shard. `decoded_bytes`
+    is an estimate of its size as Arrow, and should be too large rather than too small.
 
-    `columns` is empty unless decode() works without the bytes of unrequested columns. It then holds
-    three numbers for each top-level column, in the order of the shard's schema: offset in the
-    block, length, and share of `decoded_bytes`. All blocks of a shard have it, or none.
+    `columns` is empty unless decode() works without the bytes of columns that were not requested.
+    It then holds three numbers for each top-level column, in the order of the shard's schema:
+    offset in the block, length, and share of `decoded_bytes`. Either all blocks of a shard have
+    `columns`, or none.
     """
 
     rows: int
@@ -47,13 +48,15 @@ class Block(Struct, frozen=True):
 
 
 class ShardIndex(Struct, frozen=True):
-    """The result of indexing one shard. `preamble` is the byte range that every block of the shard
-    needs besides its own (a Parquet footer, Arrow dictionaries); length 0 if there is none.
-    `zero_copy`: decode() copies nothing, so a raw block serves as a decoded one.
+    """The result of indexing one shard.
 
-    `nulls`: for each field node of the schema in depth-first order (see formats.nulls), the null
-    count, UNKNOWN, or NEVER; empty if the format does not know. A format that examines only a
-    sample of the shard gives the counts in the sample, and UNKNOWN instead of 0.
+    `preamble` is the byte range that every block of the shard needs besides its own (a Parquet
+    footer, Arrow dictionaries); its length is 0 if there is none. `zero_copy` means that decode()
+    copies nothing, so that a fetched block need not be decoded into other memory.
+
+    `nulls` has, for each field node of the schema in depth-first order (see formats.nulls), the
+    null count, UNKNOWN, or NEVER; it is empty if the format does not know. A format that examines
+    only a sample of the shard gives the counts in the sample, and UNKNOWN instead of 0.
     """
 
     schema: pa.Schema
@@ -64,9 +67,9 @@ class ShardIndex(Struct, frozen=True):
 
 
 class ColumnBounds(Struct, frozen=True):
-    """The bounds that a shard states for a column in one of its blocks. Values that are neither
-    null nor NaN lie from `lowest` to `highest`; if the bounds are exact, both occur as values.
-    None: unknown.
+    """The bounds that a shard states for a column in one of its blocks. All values that are neither
+    null nor NaN are between `lowest` and `highest`; if the bounds are exact, both occur as values.
+    None means unknown.
     """
 
     rows: int
@@ -78,10 +81,10 @@ class ColumnBounds(Struct, frozen=True):
 
 
 class RawBlock(Struct, frozen=True):
-    """The bytes of one block, as fetched. `index` counts the blocks of the shard; `preamble` and
-    `body` are read-only views that live as long as the decoded batch does. If only parts of the
-    block were read, `pieces` lists the parts of the shard that lie in `body`, one after the other.
-    Blocks of this process with the same `preamble_number`, other than 0, have the same preamble.
+    """The bytes of one block, as fetched. `index` is its number in the shard. `preamble` and `body`
+    are read-only views that live as long as the decoded batch. If only parts of the block were
+    read, `body` is these parts, concatenated, and `pieces` are their places in the shard. Blocks in
+    this process with the same `preamble_number`, other than 0, have the same preamble.
     """
 
     url: str
@@ -104,7 +107,7 @@ class Format(Protocol):
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        """File name endings, lower case, longest first: (".tar.gz", ".tgz", ".tar")."""
+        """The suffixes of file names, lower case, longest first: (".tar.gz", ".tgz", ".tar")."""
 
     def index(self, shard: ShardReader) -> ShardIndex:
         """Find blocks and schema in one pass, without holding the shard in memory.
@@ -113,7 +116,7 @@ class Format(Protocol):
         """
 
     def decode(self, block: RawBlock, schema: pa.Schema, columns: Sequence[str]) -> pa.RecordBatch:
-        """The block's rows with exactly the top-level `columns` of `schema`, in that order.
+        """Return the block's rows with exactly the top-level `columns` of `schema`, in that order.
 
         `schema` is the dataset's; a column that this shard lacks, or has with another type, is a
         SchemaMismatch. Buffers are validated (`validate(full=True)`) when they came from outside

@@ -23,11 +23,11 @@ _LIST_TYPES = (
 
 
 def dataset_schema(schema: pa.Schema, url: str) -> pa.Schema:
-    """Return a shard's schema in the form used to compare datasets: every field nullable.
+    """Return a shard's schema in the form in which schemas are compared: every field nullable.
 
-    Raises:  ConfigError: two columns of one name.  CorruptShard: a name is not UTF-8.
+    Raises:  ConfigError: two columns have the same name.  CorruptShard: a name is not UTF-8.
     """
-    # A name that is not UTF-8 raises only when it is read.
+    # A name that is not UTF-8 raises only when it is accessed.
     with foreign_faults(url, 0, "the schema of the shard is damaged"):
         names = schema.names
         if len(set(names)) < len(names):
@@ -75,7 +75,7 @@ def check_columns(schema: pa.Schema, columns: Sequence[str]) -> None:
 
     Raises:  ConfigError.
     """
-    every = schema.names  # a new list each time
+    every = schema.names  # pyarrow builds a new list at each access
     known = frozenset(every)
     for name in columns:
         if name not in known:
@@ -100,8 +100,8 @@ def check_shard(stored: pa.Schema, schema: pa.Schema, columns: Sequence[str], ur
 
 
 def is_as_stored(stored: pa.Schema, schema: pa.Schema, columns: Sequence[str]) -> bool:
-    """Whether all columns of a shard are wanted, in order and with their types. If so, the caller
-    skips the check of each column, which takes seconds for 100,000 columns.
+    """Return whether all columns of a shard are wanted, in stored order and with stored types. If
+    so, the caller skips the check of each column, which takes seconds for 100,000 columns.
     """
     return (
         0 < len(columns) == len(schema) and stored.equals(schema) and list(columns) == schema.names
@@ -116,7 +116,7 @@ def batch_of(
     """
     wanted = [schema.field(name) for name in columns]
     if not wanted:
-        # A batch without columns still has rows.
+        # RecordBatch.from_arrays would lose the number of rows if there are no columns.
         return pa.RecordBatch.from_struct_array(pa.array([{}] * rows, type=pa.struct([])))
     typed = [_typed(arrays[field.name], field.type) for field in wanted]
     return record_batch(typed, pa.schema(wanted))
@@ -132,18 +132,18 @@ def _typed(array: pa.Array, kind: pa.DataType) -> pa.Array:
 
 
 def check_rows(url: str, offset: int, expected: int, count: int) -> None:
-    """Refuse a block whose sample count is not the manifest's.
+    """Refuse a block that does not have as many samples as the manifest says.
 
     Raises:  CorruptShard.
     """
     if expected != count:
         raise corrupt(
-            url, offset, "the block has another number of samples", expected=expected, found=count
+            url, offset, "the number of samples in the block", expected=expected, found=count
         )
 
 
 def validated(batch: pa.RecordBatch, url: str, offset: int) -> pa.RecordBatch:
-    """Check a batch's buffers in full (offsets in bounds, text in UTF-8) and return it.
+    """Check a batch's buffers in full (offsets in bounds, text in UTF-8), and return the batch.
 
     Raises:  CorruptShard: names the column.
     """
@@ -157,8 +157,8 @@ def validated(batch: pa.RecordBatch, url: str, offset: int) -> pa.RecordBatch:
 
 
 def check_values(array: pa.Array) -> None:
-    """Check an array in full, except the values of times and decimals. Arrow's check refuses a
-    date64 within a day, a time of day beyond midnight and a decimal with more digits than its type.
+    """Check an array in full, except the values of times and decimals. Arrow refuses a date64 that
+    is not a whole day, a time of day beyond midnight, and a decimal with more digits than its type.
     Writers produce these and pyarrow reads them, so they are delivered as stored.
 
     Raises:  Arrow's errors: offsets out of bounds, text that is not UTF-8.
@@ -174,7 +174,7 @@ def check_values(array: pa.Array) -> None:
 
 
 def _without_limits(kind: pa.DataType) -> pa.DataType:
-    """Return a type with the same buffers in which every time and every decimal is valid."""
+    """Return a type with the same buffers, but in which every time and every decimal is valid."""
     if isinstance(kind, pa.BaseExtensionType):
         return _without_limits(kind.storage_type)
     if pa.types.is_decimal(kind):

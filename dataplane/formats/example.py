@@ -1,8 +1,8 @@
 """Parses tf.train.Example from its wire format, column by column.
 
-Parsing finds where each feature's values lie; numpy then converts the values of a whole block at
-once, without a Python object per value. Records as TensorFlow writes them take a fast path; all
-other valid records take a general one, with the same result.
+Parsing finds the places of each feature's values; numpy then converts the values of a whole block
+at once, without a Python object per value. Records in the layout that TensorFlow writes take a fast
+path; all other valid records take a general one, with the same result.
 
 Source:  https://protobuf.dev/programming-guides/encoding/ and tensorflow/core/example/feature.proto
 """
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from dataplane.formats.arrays import bytes_column, list_column, primitive_column
 from dataplane.formats.known_names import WORD_BYTES, KnownNames
 
-# The kinds of a feature are the numbers of its fields in feature.proto.
+# The kinds of a feature, numbered by their fields in feature.proto.
 EMPTY, BYTES, FLOATS, INTS = 0, 1, 2, 3
 KIND_NAMES = {EMPTY: "no list", BYTES: "bytes_list", FLOATS: "float_list", INTS: "int64_list"}
 KIND_TYPES = {BYTES: pa.binary(), FLOATS: pa.float32(), INTS: pa.int64()}
@@ -35,7 +35,7 @@ class MalformedExample(ValueError):
 
 
 class Feature(NamedTuple):
-    """One feature of one record: its kind, and where its values lie.
+    """One feature of one record: its kind, and the places of its values.
 
     A span of a bytes_list is one value; a span of the other two kinds is any run of whole values.
     """
@@ -67,7 +67,7 @@ def _varint(buffer: memoryview, at: int, end: int) -> tuple[int, int]:
 
 
 def _fields(buffer: memoryview, at: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-    """(field number, wire type, start, end) of each field of a message."""
+    """Yield (field number, wire type, start, end) of each field of a message."""
     while at < end:
         tag, at = _varint(buffer, at, end)
         wire = tag & 7
@@ -84,14 +84,14 @@ def _fields(buffer: memoryview, at: int, end: int) -> Iterator[tuple[int, int, i
         else:
             raise MalformedExample(f"wire type {wire}")
         if length > end - at:
-            raise MalformedExample(f"a field of {length} bytes where {end - at} are left")
+            raise MalformedExample(f"a field of {length} bytes, but only {end - at} bytes are left")
         yield tag >> 3, wire, at, at + length
         at += length
 
 
 def features(buffer: memoryview, start: int, end: int) -> dict[bytes, Feature]:
-    """The features of the Example at [start, end), by name; if a name occurs twice, the last one
-    counts.
+    """Return the features of the Example at [start, end), by name. If a name occurs twice, the last
+    one counts.
 
     Raises:  MalformedExample.
     """
@@ -106,7 +106,7 @@ class _Unusual(Exception):
 
 
 def _only(buffer: memoryview, at: int, tag: int, stop: int) -> Span:
-    """The place of the field that starts at `at`, which has this tag and a length."""
+    """Return the place of the field at `at`, which must have this tag and a length."""
     if buffer[at] != tag:
         raise _Unusual
     length = buffer[at + 1]
@@ -167,7 +167,7 @@ def _feature(buffer: memoryview, start: int, end: int) -> Feature:
         if wire != _LEN or number not in KIND_TYPES:
             continue
         if number != kind:
-            # A oneof: the last list counts, and two of one kind are merged.
+            # A oneof: of several kinds the last one counts, and lists of one kind are merged.
             kind, spans = number, []
         for inner, inner_wire, value_at, value_end in _fields(buffer, at, stop):
             if inner == 1 and value_end > value_at - (kind == BYTES):
@@ -184,7 +184,7 @@ def _check_wire(kind: int, wire: int, length: int) -> None:
 
 
 def value_count(buffer: memoryview, feature: Feature) -> int:
-    """How many values a feature has."""
+    """Return how many values a feature has."""
     if feature.kind == INTS:
         return sum(
             int(np.count_nonzero(np.frombuffer(buffer[a:b], np.uint8) < 128))
@@ -203,8 +203,8 @@ def written_names(names: Iterable[bytes]) -> list[bytes]:
 
 
 def with_others(records: Sequence[memoryview], trailer_bytes: int, known: KnownNames) -> list[int]:
-    """Return the records that have features of unknown names, or that differ from TensorFlow's
-    layout. Each record is followed by a trailer.
+    """Return the records that have features of unknown names, or a layout other than TensorFlow's.
+    Each record is followed by `trailer_bytes` bytes.
     """
     before, behind = bytes(WORD_BYTES), bytes(2 * WORD_BYTES)
     codes = np.frombuffer(b"".join([before, *records, behind]), np.uint8)
@@ -261,7 +261,7 @@ class Values(Struct, frozen=True):
 
 
 def convert(buffer: memoryview, kind: pa.DataType, gathered: FeatureSpans) -> Values:
-    """The values of one feature over all records of a block.
+    """Convert the values of one feature over all records of a block.
 
     Raises:  MalformedExample: a varint that does not end with its list.
     """
@@ -310,9 +310,8 @@ def _varints(joined: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.nd
 
 
 def column_of(feature: Values, kind: pa.DataType) -> pa.Array:
-    """Return a feature's values as a column: a list a record, or one value a record.
-
-    For a scalar column every count must be 0 (null) or 1.
+    """Return a feature's values as a column: one list per record, or one value per record if `kind`
+    is not a list. In the latter case, every count must be 0 (null) or 1.
     """
     if pa.types.is_list(kind):
         return list_column(feature.counts, feature.present, feature.values)
@@ -322,7 +321,7 @@ def column_of(feature: Values, kind: pa.DataType) -> pa.Array:
 
 
 def gather(records: Sequence[Mapping[bytes, Feature]], name: bytes) -> FeatureSpans:
-    """The spans of one feature over the records of a block."""
+    """Collect the spans of one feature over the records of a block."""
     out = FeatureSpans()
     for record in records:
         feature = record.get(name)

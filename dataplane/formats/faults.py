@@ -1,6 +1,4 @@
-"""Errors of formats about damaged bytes: one sentence, one error class, the same nouns
-everywhere.
-"""
+"""Errors about damaged bytes, with the same message form and nouns in all formats."""
 
 from __future__ import annotations
 
@@ -11,8 +9,7 @@ import pyarrow as pa
 
 from dataplane.model.errors import CorruptShard, DataplaneError
 
-# Errors of pyarrow for damaged bytes. A lack of memory is not among them: it is the fault of this
-# machine, not of the shard.
+# pyarrow's errors for damaged bytes. Lack of memory is not among them: the shard is not at fault.
 FOREIGN = (
     pa.ArrowInvalid,
     pa.ArrowTypeError,
@@ -27,7 +24,7 @@ FOREIGN = (
     OverflowError,
 )
 
-# Messages of libraries that do not raise a MemoryError.
+# Messages of errors that mean lack of memory, although they are not MemoryErrors.
 _MEMORY_WORDS = (
     "bad_alloc",
     "out of memory",
@@ -35,7 +32,7 @@ _MEMORY_WORDS = (
     "realloc of size",
     "cannot allocate memory",
     "can't start new thread",
-    # The dynamic linker, and the interpreter if a MemoryError was lost on the way.
+    # Messages of the dynamic linker, and of the interpreter if it loses a MemoryError.
     "cannot map zero-fill pages",
     "failed to map segment",
     "without setting an exception",
@@ -59,7 +56,7 @@ _SIGNATURES = (
 
 
 def describe(head: bytes) -> str:
-    """A description of the first bytes of a shard, for an error message."""
+    """Describe the first bytes of a shard, for an error message."""
     if not head:
         return "nothing"
     for signature, words in _SIGNATURES:
@@ -82,7 +79,7 @@ def _quoted(head: bytes) -> str:
 
 
 def text_of(fault: BaseException) -> str:
-    """Return an error's message. Classes of other packages may fail to make theirs."""
+    """Return an error's message, even if its __str__ raises."""
     try:
         return str(fault)
     except Exception as error:  # noqa: BLE001 - whatever it is, it is in somebody else's __str__
@@ -90,7 +87,7 @@ def text_of(fault: BaseException) -> str:
 
 
 def is_out_of_memory(fault: BaseException) -> bool:
-    """Whether this error means that memory ran out, in any library."""
+    """Return whether this error means that memory ran out, in any library."""
     if isinstance(fault, MemoryError | DataplaneError):
         return isinstance(fault, MemoryError)
     text = text_of(fault).lower()

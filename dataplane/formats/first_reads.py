@@ -1,5 +1,5 @@
-"""The byte ranges that indexing reads first of a shard. Imports no library, unlike the formats, so
-that a new process can start reading before its other imports.
+"""The byte ranges of a shard that indexing reads first. This module imports no library, unlike the
+formats, so that a new process can start reading before its other imports.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from dataplane.base import suffixes
 from dataplane.model.records import Region
 
 PROBE_BYTES = 64 << 10
-"""The size of a read where few bytes are requested."""
+"""The size of a read if only a few bytes are needed."""
 
 
 def of_arrow(size_bytes: int) -> tuple[Region, ...]:
-    """Return the start of the shard and, of a file, its end."""
+    """Return the start of the shard, and its end in case it is a file."""
     if size_bytes <= 2 * PROBE_BYTES:
         return (Region(0, size_bytes),)
     return Region(0, PROBE_BYTES), Region(size_bytes - PROBE_BYTES, PROBE_BYTES)
@@ -28,7 +28,7 @@ _BY_FORMAT = {"arrow": of_arrow, "parquet": of_parquet}
 
 
 def first_reads(url: str, size_bytes: int) -> tuple[Region, ...]:
-    """Return `Format.first_reads` of the format whose suffix the url has; () if that has none."""
+    """Return `first_reads` of the format that the url's suffix names; () if there is none."""
     suffix = suffixes.suffix_of(url)
     name = next((name for name, own in suffixes.BY_FORMAT.items() if suffix in own), "")
     return _BY_FORMAT[name](size_bytes) if suffix and name in _BY_FORMAT else ()

@@ -1,6 +1,6 @@
-"""The few fields of Arrow IPC metadata that indexing needs, read with every bound checked.
+"""Read the few fields of Arrow IPC metadata that indexing needs, checking every bound.
 
-pyarrow parses a message only together with its body; an index must not read bodies.
+pyarrow parses a message only together with its body, and an index must not read bodies.
 
 Source:  https://flatbuffers.dev/internals and Message.fbs, File.fbs of the Arrow format.
 """
@@ -24,7 +24,7 @@ _PAIR_BYTES = 16
 
 
 class Table(Struct, frozen=True):
-    """One flatbuffer table. Every read beyond the buffer is a ValueError."""
+    """One flatbuffer table. Every read beyond the buffer raises a ValueError."""
 
     buffer: memoryview
     at: int
@@ -68,8 +68,8 @@ class Table(Struct, frozen=True):
         return numbers
 
     def pairs(self, field: int) -> tuple[Sequence[int], Sequence[int]]:
-        """Return a vector of structs of two 64-bit numbers, as a sequence of first numbers and one
-        of second numbers. A wide table has hundreds of thousands.
+        """Return a vector of structs of two 64-bit numbers, as one sequence of first numbers and
+        one of second numbers, since a wide table has hundreds of thousands of them.
         """
         numbers = array("q")
         numbers.frombytes(self.vector(field, _PAIR_BYTES))
@@ -89,7 +89,7 @@ class Table(Struct, frozen=True):
 
 
 def root(buffer: memoryview) -> Table:
-    """The root table of a flatbuffer."""
+    """Return the root table of a flatbuffer."""
     start = Table(buffer, 0)
     return Table(buffer, start._unpack("<I", 0))  # noqa: SLF001
 
@@ -135,7 +135,7 @@ def message_head(metadata: memoryview) -> Head:
     rows = batch.number(0, "<q")
     nodes, nulls = batch.pairs(1)
     if rows < 0 or (nodes and nodes[0] != rows):
-        raise ValueError(f"a batch of {rows} rows, whose first array has another length")
+        raise ValueError(f"a batch of {rows} rows has a first array of another length")
     return Head(
         kind,
         body_length,
@@ -149,11 +149,11 @@ def message_head(metadata: memoryview) -> Head:
 
 
 def move_buffers(metadata: memoryview, starts: bytes, sizes: bytes, body_length: int) -> Head:
-    """Change the places of a record batch's buffers in its metadata, in place; return the new
+    """Change the places of a record batch's buffers in its metadata, in place; return the parsed
     metadata.
 
     Shapes:  starts, sizes: int64[buffers].
-    Raises:  ValueError: not a record batch with so many buffers, or its parts overlap.
+    Raises:  ValueError: not a record batch with this number of buffers, or its parts overlap.
     """
     before, message = message_head(metadata), root(metadata)
     batch, length_at = message.table(2), message.place(3)
@@ -180,7 +180,7 @@ class FooterBatch(NamedTuple):
 
 
 def footer_batches(footer: memoryview) -> list[FooterBatch]:
-    """A file's record batches.
+    """Return a file's record batches.
 
     Raises:  ValueError: not a footer.
     """
@@ -197,7 +197,7 @@ def first_offset(footer: memoryview) -> int | None:
 
 
 def footer_is_big_endian(footer: memoryview) -> bool:
-    """Whether a file's values are big-endian, according to its footer.
+    """Return whether a file's values are big-endian, according to its footer.
 
     Raises:  ValueError: not a footer.
     """

@@ -1,11 +1,11 @@
-"""Choose the type in which all shards of a dataset can be read, where they differ in a column.
+"""Choose a type in which a column can be read from all shards of a dataset, if the shards differ.
 
 Types count as equal if their batches are equal: text of any offset width or encoding is text, and a
 time is the same in every time zone. All other types are different.
 
-Formats that store no schema infer one from a shard's first samples, and mark it as inferred. Two
-inferred schemas may differ only because a sample lacked some values, so a dataset keeps the first
-one unless another contradicts it. Decoding checks the rest.
+Formats without a stored schema infer one from a shard's first samples, and mark it as inferred. Two
+inferred schemas may differ only because one sample lacked some values, so a dataset keeps the first
+schema unless another one contradicts it. Decoding checks the rest.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ INFERRED_MARK = b"dataplane.inferred"
 
 
 def inferred_schema(columns: Mapping[str, pa.DataType], *, closed: bool = False) -> pa.Schema:
-    """Make a schema of nullable columns, marked as inferred. `closed`: decoding refuses a column
-    that the schema lacks.
+    """Make a schema of nullable columns, marked as inferred. `closed` means that decoding refuses a
+    column that the schema lacks.
     """
     return pa.schema(
         list(columns.items()), metadata={INFERRED_MARK: b"closed" if closed else b"open"}
@@ -34,13 +34,13 @@ def is_inferred(schema: pa.Schema) -> bool:
 
 
 def is_closed(schema: pa.Schema) -> bool:
-    """Whether this inferred schema refuses shards with columns that it lacks."""
+    """Return whether decoding with this inferred schema refuses columns that it lacks."""
     return bool((schema.metadata or {}).get(INFERRED_MARK) == b"closed")
 
 
 def contradicts(expected: pa.DataType, kind: pa.DataType, *, closed: bool) -> bool:
-    """Whether values of an inferred type cannot be read as `expected`. `closed`: a single value
-    does not count as a list.
+    """Return whether values of an inferred type cannot be read as `expected`. `closed` means that a
+    single value does not count as a list.
     """
     if expected.equals(kind) or pa.types.is_null(kind):
         return False
@@ -64,10 +64,9 @@ _LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 
 
 def same_type(expected: pa.DataType, kind: pa.DataType) -> bool:
-    """Whether types are equal, except for nullability, metadata and names of list children. Where a
-    plain type is expected, an extension of it is accepted: some writers mark text as JSON, or 16
-    bytes as a UUID, and pyarrow shows the mark for a whole Parquet file, but not for a footer
-    alone.
+    """Return whether types are equal, except for nullability, metadata and names of list children.
+    An extension of an expected plain type is accepted: some writers mark text as JSON, or 16 bytes
+    as a UUID, and pyarrow shows the mark for a whole Parquet file but not for a footer alone.
     """
     if expected.equals(kind):
         return True
@@ -89,14 +88,14 @@ def same_type(expected: pa.DataType, kind: pa.DataType) -> bool:
 
 
 def is_readable_as(kind: pa.DataType, expected: pa.DataType) -> bool:
-    """Whether values of a shard can be read as those of its dataset."""
+    """Return whether values of a shard can be read as the dataset's type."""
     joint = joint_type(expected, kind)
     return joint is not None and same_type(expected, joint)
 
 
 def joint_type(kind: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    """Return the type in which columns of both stored types can be read, preferably the first; None
-    if their batches differ.
+    """Return a type in which columns of both stored types can be read, preferably the first type;
+    None if their batches differ.
     """
     if same_type(kind, other) or pa.types.is_null(other):
         return kind
@@ -155,8 +154,8 @@ def _joint_decimal(kind: pa.DataType, other: pa.DataType) -> pa.DataType | None:
 
 
 def joint_inferred(kind: pa.DataType, other: pa.DataType, *, closed: bool) -> pa.DataType | None:
-    """Return the joint type of two types inferred from samples; see `joint_type`. `closed`: the
-    decoder does not make a list of a single value.
+    """Return the joint type of two types inferred from samples; see `joint_type`. `closed` means
+    that the decoder does not make a list of a single value.
     """
     if not contradicts(kind, other, closed=closed):
         return kind
@@ -195,8 +194,8 @@ def _is_number(kind: pa.DataType) -> bool:
 
 
 def _unwrapped(kind: pa.DataType) -> pa.DataType:
-    """Remove extensions, dictionaries and run-end encodings from a type. A fixed-shape tensor
-    stays, since its shape matters.
+    """Remove extensions, dictionaries and run-end encodings from a type. A fixed-shape tensor type
+    is kept, since its shape matters.
     """
     if isinstance(kind, pa.FixedShapeTensorType):
         return kind

@@ -18,16 +18,16 @@ from dataplane.model.errors import SchemaMismatch
 # Find JSON numbers that a column cannot hold exactly; refuse them or choose another type.
 #
 # JSON has one kind of number, and the JSON parser silently turns every integer beyond int64 into a
-# double. Such integers become uint64 if all integers of a column fit, and are refused otherwise. In
-# a column of doubles, an integer must have an exact double. A number with a fraction or an exponent
-# becomes the nearest double, as usual, but never infinity.
+# double. Such integers become uint64 if all integers of the column fit; otherwise they are refused.
+# In a column of doubles, every integer must have an exact double. A number with a fraction or an
+# exponent becomes the nearest double, as usual, but never infinity.
 
-# From here on several integers may have the same double.
+# From here on, several integers have the same double.
 LARGE = float(1 << 53)
 UINT64_MAX = (1 << 64) - 1
 _DIGITS_MAX = 400  # no double has more digits before its point
 _SHOWN = 40
-# Matches every literal that may be as large as LARGE.
+# Matches every literal whose value may be LARGE or more.
 _MAY_BE_LARGE = re.compile(rb"[0-9]{16}|[eE][+]?[0-9]{2}")
 
 Path = tuple[str, ...]
@@ -42,13 +42,13 @@ class JsonLine(Struct, frozen=True):
 
 
 class _Unfit(Struct, frozen=True):
-    """A number too large for a double."""
+    """A number that is too large for a double."""
 
     text: str
 
 
 class _Seen(Struct):
-    """The integers of one column, and whether it has other numbers."""
+    """The integers of one column, and whether the column has other numbers."""
 
     low: int = 0
     high: int = 0
@@ -56,8 +56,8 @@ class _Seen(Struct):
 
 
 def has_large(array: pa.Array) -> bool:
-    """Whether a column, nested or not, has a double so large that it may stand for a lost
-    integer.
+    """Return whether a column, nested or not, has a double so large that the integer it was parsed
+    from may not be exact.
     """
     if isinstance(array, pa.ChunkedArray):
         return any(has_large(piece) for piece in array.chunks)
@@ -83,10 +83,8 @@ def check_exact(url: str, lines: Iterator[JsonLine], types: Mapping[str, pa.Data
 def exact_types(
     url: str, lines: Sequence[JsonLine], types: Mapping[str, pa.DataType]
 ) -> dict[str, pa.DataType]:
-    """Choose types that hold every number of these lines: uint64 instead of double if a column has
-    only integers, and all of them fit.
-
-    Raises:  SchemaMismatch: shard, field, offset, line, found.
+    """Choose types that hold every number of these lines exactly: uint64 instead of double if a
+    column has only integers, and all of them fit.
     """
     seen: dict[Path, _Seen] = {}
     for line in lines:
@@ -176,18 +174,18 @@ def _numbers(value: Any, kind: pa.DataType, path: Path) -> Iterator[tuple[Path, 
 # Find the blocks of JSON lines that may have unknown fields, or unknown kinds of values.
 #
 # Parsing all lines of a shard takes ten times as long as counting them. This scan is much cheaper:
-# it examines each colon that follows a quote, and reports a block if one of these ends an unknown
-# key. Text that looks like a key is reported too, which only costs the parsing of its block. A key
-# counts as known if any object has it, on any level; decoding refuses it where the level is wrong.
+# it examines each colon that follows a quote, and reports a block if one of them ends an unknown
+# key. Text that looks like a key is also reported, which only costs the parsing of its block. A key
+# counts as known if any object has it, at any level; decoding refuses it at a wrong level.
 
 _BEFORE, _AFTER = bytes(WORD_BYTES), bytes(2 * WORD_BYTES)
 _COLON, _SPACE, _QUOTE, _BACKSLASH, _OPEN, _CLOSE, _NULL = b': "\\[]n'
 _ENDS_NAME = ~np.isin(np.arange(256), list(b"\\: ,[{\t"))
-"""Bytes that may come before a quote that ends a name. After any other byte, a quote begins a text
-or is part of one: names that end with these are not noticed here.
+"""Bytes that may precede the quote that ends a name. After any other byte, a quote begins a text or
+is part of one. Names that end with one of those other bytes are missed here.
 """
 _VALUES, _NULLS, _EMPTY_LISTS = range(3)
-"""States of a key so far: it had values; nulls only; lists with nothing but nulls."""
+"""What was seen for a key so far: values, only nulls, or only lists of nulls."""
 
 
 class KnownKeys:
@@ -207,8 +205,8 @@ class KnownKeys:
         self._names = KnownNames(list(written))
 
     def may_be_more(self, pieces: Sequence[memoryview]) -> bool:
-        """Whether lines, given in pieces, may have unknown keys, or values where only nulls were
-        known.
+        """Return whether lines, given in pieces, may have unknown keys, or values for keys that had
+        only nulls before.
         """
         codes = np.frombuffer(b"".join([_BEFORE, *pieces, _AFTER]), np.uint8)
         colons = np.flatnonzero(codes == _COLON)
@@ -232,7 +230,7 @@ class KnownKeys:
 
 
 def _keys(fields: Iterable[tuple[str, pa.DataType]]) -> Iterator[tuple[str, int]]:
-    """Yield the keys of all levels, and the kinds of values seen for each."""
+    """Yield the keys of all levels, and what was seen for each."""
     for name, kind in fields:
         value = kind
         while pa.types.is_list(value):

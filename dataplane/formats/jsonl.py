@@ -59,7 +59,7 @@ from dataplane.model.errors import CorruptShard, SchemaMismatch
 from dataplane.model.records import Region
 from dataplane.plan.columns import UNKNOWN
 
-# [1,2] takes two bytes a value and becomes int64.
+# Decoded bytes per stored byte, at most: [1,2] takes two bytes a value and becomes int64.
 GROWTH = 4
 ROW_BYTES = 64
 LINE_BYTES_MAX = 1 << 30
@@ -70,14 +70,14 @@ _WHITESPACE = b" \t\r\n"
 _IS_SPACE = np.isin(np.arange(256), list(_WHITESPACE))
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _BOM = b"\xef\xbb\xbf"
-# The parser's messages for valid JSON that does not fit its column.
+# The beginnings of the parser's messages for valid JSON that does not fit its column.
 _OF_TYPES = ("changed from", "unexpected field", "Failed to convert")
 
 
 # Read lists whose values are all null in the first lines, such as `{"tags": [null, null]}`.
 #
-# Arrow's JSON parser gives such a list fewer values than its offsets say. So the list is read as a
-# list of bools, and any value other than null is an error.
+# For such a list, Arrow's JSON parser creates fewer values than the offsets say. So the list is
+# read as a list of bools, and any value other than null is an error.
 
 
 def parser_type(kind: pa.DataType, *, in_list: bool = False) -> pa.DataType:
@@ -104,7 +104,7 @@ def from_parser(array: pa.Array, kind: pa.DataType) -> pa.Array:
         children = [from_parser(array.field(i), f.type) for i, f in enumerate(kind.fields)]
         return pa.StructArray.from_arrays(children, fields=list(kind.fields), mask=mask)
     if array.null_count != len(array):
-        raise ValueError("Failed to convert: a value in a list that has only nulls before")
+        raise ValueError("Failed to convert: a value in a list that had only nulls before")
     return pa.nulls(len(array))
 
 
@@ -113,7 +113,7 @@ class JsonLines:
 
     name = "jsonl"
     suffixes = BY_FORMAT["jsonl"]
-    index_version = 1  # fields of the whole shard
+    index_version = 1  # raised for: fields of the whole shard
 
     def index(self, shard: ShardReader) -> ShardIndex:
         """Implement `Format.index`: count lines and search for new fields in one pass. Only the
@@ -132,7 +132,7 @@ class JsonLines:
             decoded = sum(block.decoded_bytes for block in blocks)
             blocks = (Block(rows, Region(0, shard.size_bytes), decoded),)
         schema = inferred_schema(fields.types, closed=True)
-        # The sample lacks the other fields in all of its lines.
+        # Fields that the sample lacks are null in all of its lines.
         places = np.array(alignment(schema, sample.table.schema), np.int64)
         counts = aligned(
             places, [*_sampled_nulls(sample.table, is_whole=is_whole)], sample.table.num_rows
@@ -145,7 +145,7 @@ class JsonLines:
         check_columns(schema, columns)
         source = block_source(block, compressed=holds_compressed(block))
         body, base = source.view(source.base, source.length), source.base
-        # Fields that differ from shard to shard cannot be read, and need not be.
+        # Fields that differ from shard to shard are never requested.
         alike = {f.name: f.type for f in schema if differing(f) is None}
         explicit = inferred_schema(alike, closed=len(alike) == len(schema))
         _check_shape(block.url, body, base)
@@ -155,7 +155,7 @@ class JsonLines:
         except FOREIGN as fault:
             _explain(block.url, body, base, explicit, fault)
         if table.num_rows != block.rows:
-            # Possibly two objects on one line.
+            # Perhaps two objects on one line: check line by line.
             _find(block.url, body, base, explicit)
         check_rows(block.url, base, block.rows, table.num_rows)
         if any(has_large(column) for column in table.columns):
@@ -168,9 +168,9 @@ class JsonLines:
 def _blocks(
     source: ByteSource, note: Callable[[Sequence[memoryview], int], None]
 ) -> Iterator[Block]:
-    """Cut the shard into runs of lines, by the places of newlines; skip lines without content. Pass
-    each block's offset and its bytes, in pieces, to `note`, except blocks with a line of many MiB,
-    since indexing has little memory.
+    """Cut the shard into runs of lines at newlines; skip lines without content. Pass each block's
+    offset and its bytes, in pieces, to `note`, except for blocks with a line of many MiB, since
+    indexing has little memory.
 
     Raises:  CorruptShard: a line longer than 1 GiB.
     """
@@ -182,7 +182,7 @@ def _blocks(
         codes = np.frombuffer(piece, np.uint8)
         ends = np.flatnonzero(codes == 10)
         if len(ends):
-            # The first line began in an earlier piece, so its blankness is remembered.
+            # The first line began in an earlier piece: `blank` says whether that was blank.
             blank = blank and not bytes(piece[: ends[0]]).strip(_WHITESPACE)
             rows += len(ends) - int(blank) - _blank_count(piece, codes, ends)
             cut = int(ends[-1]) + 1
@@ -201,7 +201,7 @@ def _blocks(
         if at - start > _SURVEYED_BYTES_MAX:
             held.clear()
         if at - start > LINE_BYTES_MAX:
-            raise corrupt(source.url, start, "a line is longer than 1 GiB; not JSON lines?")
+            raise corrupt(source.url, start, "a line is longer than 1 GiB: is this JSON lines?")
     if rows or not blank:
         if at - start <= _SURVEYED_BYTES_MAX:
             note(held, start)
@@ -268,7 +268,7 @@ def _inferred(url: str, lines: bytes, base: int) -> _Sample:
 
 class _FieldSurvey:
     """Collects the fields of a shard's lines: those of the sample, and those that occur, or have
-    values, only in a later block. Only blocks that may have new fields are parsed.
+    values, only in a later block. Only blocks that may have such fields are parsed.
     """
 
     def __init__(self, url: str, sample: _Sample) -> None:
@@ -284,7 +284,7 @@ class _FieldSurvey:
         try:
             types = _inferred(self._url, b"".join(pieces), start).types
         except (CorruptShard, SchemaMismatch):
-            return  # decoding reports it, if the block is ever read
+            return  # decoding reports the damage, if the block is ever read
         before = dict(self.types)
         for name, kind in types.items():
             known = self.types.get(name, kind)
@@ -305,17 +305,18 @@ def _sampled_nulls(sample: pa.Table, *, is_whole: bool) -> Iterator[int]:
 
 
 def _check_shape(url: str, body: memoryview, base: int) -> None:
-    """Refuse lines that are not objects, or are nested deeper than the parser's stack allows.
+    """Refuse lines that are not objects, or that are nested more deeply than the parser's stack
+    allows.
 
-    The parser reads past the end of an unfinished line and keeps its depth. If each line starts
-    with { and ends with }, it cannot: a { is an error after an unfinished value.
+    The parser continues after the end of an unfinished line and keeps its nesting depth. If each
+    line starts with { and ends with }, it cannot: a { after an unfinished value is an error.
     """
     codes = np.frombuffer(body, np.uint8)
     ends = np.append(np.flatnonzero(codes == ord("\n")), len(codes))
     starts = np.append(0, ends[:-1] + 1)
     full = np.flatnonzero(ends > starts)
     starts, ends = starts[full], ends[full]
-    # [ and { differ in one bit.
+    # Setting one bit turns [ into {, and ] into }.
     opens = np.flatnonzero((codes | 0x20) == ord("{"))
     counts = np.searchsorted(opens, ends) - np.searchsorted(opens, starts)
     plain = (codes[starts] == ord("{")) & (codes[ends - 1] == ord("}")) & (counts <= DEPTH_MAX)
@@ -352,7 +353,7 @@ def _as_text(kind: pa.DataType) -> pa.DataType:
 
 def _read(body: memoryview, schema: pa.Schema | None) -> pa.Table:
     """Parse lines into a table of this inferred schema, or infer one."""
-    # One piece if it fits: a line may not be longer than the parser's block.
+    # One piece if possible: a line may not be longer than the parser's block.
     size = min(len(body) + 1, LINE_BYTES_MAX)
     explicit = (
         None if schema is None else pa.schema([(f.name, parser_type(f.type)) for f in schema])

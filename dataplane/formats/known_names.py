@@ -1,7 +1,7 @@
-"""Find the places in a shard where unknown names end, many places at a time.
+"""Find unknown names in a shard, many places at a time.
 
-A survey of a shard checks the name of every field of every sample. Nearly all names are known, and
-numpy recognizes those in a few nanoseconds each; only the others are parsed.
+Indexing must check the name of every field of every sample. Nearly all names are known, and numpy
+recognizes them in a few nanoseconds each; only unknown names are parsed.
 """
 
 from __future__ import annotations
@@ -12,21 +12,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 WORD_BYTES = 8
-"""Names are compared in words of this many bytes: one word precedes every place, two follow it."""
+"""Names are compared in words of this many bytes. Before every place there must be one word of
+data, and after it two."""
 _FEW = 16
-"""Up to this many values are compared one by one; more are searched."""
+"""Up to this many names are compared one after the other; more are searched for."""
 
 
 class KnownNames:
-    """Known names, in the bytes that a writer uses. A name must begin with bytes that occur in no
-    name, such as its opening quote or its length; otherwise it also matches the end of a longer
-    one.
+    """Known names, encoded as a writer encodes them. A name must begin with bytes that occur in no
+    other name, such as its opening quote or its length; otherwise it would also match the end of a
+    longer name.
     """
 
     def __init__(self, names: Sequence[bytes]) -> None:
         self._sizes = np.array([len(name) for name in names], np.int64)
-        # For each size of names shorter than a word: the shift that leaves so many last bytes of a
-        # word, the values of these names, sorted, and their numbers.
+        # For each length below a word: the shift that leaves the last bytes of this length, the
+        # values of the names of this length, sorted, and their numbers.
         self._short = [
             (np.uint64(8 * (WORD_BYTES - size)), *_sorted(names, self._sizes == size))
             for size in range(1, WORD_BYTES)
@@ -75,8 +76,8 @@ class KnownNames:
     def _are_whole(
         self, words: NDArray[np.uint64], ends: NDArray[np.int64], names: NDArray[np.int64]
     ) -> NDArray[np.bool_]:
-        """Whether all bytes of these names lie before these places. Their last words are known to
-        match.
+        """Return whether all bytes of these names are before these places. Their last words are
+        known to match.
         """
         sizes = self._sizes[names]
         starts = ends - sizes
@@ -89,11 +90,11 @@ class KnownNames:
 
 
 def _word_at(words: NDArray[np.uint64], places: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Read the words at these places. Reading unaligned words takes numpy five times as long, so
-    each is combined from two aligned ones.
+    """Read the words at these places. numpy takes five times as long for unaligned words, so each
+    is combined from two aligned ones.
     """
     at, shift = places >> 3, ((places & 7) << 3).astype(np.uint64)
-    # Shifted twice, since a shift by 64 bits is none.
+    # Shifted in two steps, since shifting by 64 bits does nothing.
     above = words.take(at + 1) << (np.uint64(63) - shift) << np.uint64(1)
     return (words.take(at) >> shift) | above
 

@@ -28,11 +28,11 @@ _CHILDLESS = frozenset(
         *(pa.timestamp("s"), pa.duration("s")),
     )
 )
-"""Types without fields of their own, by id: wide tables have tens of thousands of such columns."""
+"""Types without child fields, by id. A fast path: wide tables have tens of thousands of columns."""
 
 
 def is_flat(schema: pa.Schema) -> bool:
-    """Whether each field is a single field node, as far as known, and none is a dictionary."""
+    """Return whether every field is certainly a single field node, and none is a dictionary."""
     return {kind.id for kind in schema.types} <= _CHILDLESS
 
 
@@ -69,7 +69,7 @@ def declared(schema: pa.Schema, *, otherwise: int = UNKNOWN) -> list[int]:
 
 
 def counted(arrays: Sequence[pa.Array]) -> list[int]:
-    """Count the nulls of some columns by their values. Values below a null are not counted."""
+    """Count the nulls of some columns by their values, ignoring values below a null."""
     counts = []
     for array in arrays:
         counts.append(array.null_count)
@@ -84,13 +84,16 @@ def counted(arrays: Sequence[pa.Array]) -> list[int]:
 
 
 def _has_null_type(kind: pa.DataType) -> bool:
-    """Whether a parser may have given the lists above fewer values than their offsets say."""
+    """Return whether the type contains nulls only: for lists of these, a parser may have created
+    fewer values than their offsets say.
+    """
     return pa.types.is_null(kind) or any(_has_null_type(child.type) for child in children(kind))
 
 
 def alignment(expected: pa.Schema, stored: pa.Schema) -> list[int]:
     """Map each field node of the dataset's schema to a count of a shard whose own schema differs:
-    its index, or ROWS, NONE or NOT_KNOWN. A column that the shard lacks is null in all of its rows.
+    the index of the count, or ROWS, NONE or NOT_KNOWN. A column that the shard lacks is null in all
+    of its rows.
     """
     starts, at = {}, 0
     for field in stored:
@@ -122,5 +125,5 @@ def _alignment(expected: pa.DataType, stored: pa.DataType, at: int) -> list[int]
 
 
 def aligned(places: NDArray[np.int64], counts: Sequence[int], rows: int) -> NDArray[np.int64]:
-    """Convert a shard's counts to the dataset's schema, by their `alignment`."""
+    """Convert a shard's counts to the dataset's schema, using their `alignment`."""
     return np.append(np.asarray(counts, np.int64), (rows, 0, UNKNOWN))[places]

@@ -1,9 +1,9 @@
 """Parquet: a block is a row group, the preamble is the footer.
 
-Only the footer is read to index a shard. A block's place spans the pages of all its columns, so one
-ranged read fetches it; if fewer columns are requested, several reads leave out the bytes between
-them. Page checksums are verified if the writer stored them; without them (the default of most
-writers) a flipped bit that still decompresses goes unnoticed, see `docs/formats.md`.
+Indexing a shard reads only its footer. A block's place spans the pages of all its columns, so that
+one ranged read fetches it; if fewer columns are requested, several reads leave out the bytes in
+between. Page checksums are verified if the writer stored them. Without them (the default of most
+writers), a flipped bit goes unnoticed if the page still decompresses: see `docs/formats.md`.
 
 Source:  https://parquet.apache.org/docs/file-format/
 """
@@ -60,7 +60,7 @@ from dataplane.model.errors import SchemaMismatch
 from dataplane.model.records import Region
 
 _footers = Footers()
-# The type of a column in compact Thrift, in a SchemaElement or ColumnMetaData, if it is INT96.
+# INT96 as the type of a column in a SchemaElement or ColumnMetaData, in compact Thrift.
 _INT96 = re.compile(rb"\x15\x06")
 _SECONDS_MAX = (1 << 63) // 10**9
 _ESTIMATE_MAX = float(1 << 62)
@@ -92,8 +92,8 @@ class Parquet:
             slack = _slack_bytes(metadata.created_by)
             blocks = tuple(_blocks(facts, tree, counter, shard.url, footer, slack))
             row_count = sum(block.rows for block in blocks)
-            if facts.rows > row_count:  # early writers in Rust state fewer
-                raise ValueError(f"{facts.rows} rows, and {row_count} in its row groups")
+            if facts.rows > row_count:  # early writers in Rust state fewer rows
+                raise ValueError(f"it states {facts.rows} rows, its row groups {row_count}")
             schema = metadata.schema.to_arrow_schema()
             nulls = array("q", counter.counts(schema).tobytes())
         relaxed = dataset_schema(schema, shard.url)
@@ -168,9 +168,8 @@ def _footer(shard: ShardReader) -> tuple[Region, bytes]:
 
 
 def _slack_bytes(created_by: str) -> int:
-    """Return how many bytes after a column may belong to it. Early versions of parquet-mr left the
-    header of the dictionary out of a column's size (PARQUET-816), so readers read more than the
-    stated size.
+    """Return how many bytes after a column may belong to it. Early versions of parquet-mr did not
+    count the header of the dictionary in a column's size (PARQUET-816), so readers must read more.
     """
     writer = _PARQUET_MR.match(created_by or "")
     if writer is None or tuple(int(part or 0) for part in writer.groups()) >= _SIZES_FIXED:
@@ -192,7 +191,7 @@ def _blocks(
     column_ends = np.cumsum(facts.groups[:, COLUMN_COUNT]).tolist()
     level_ends = np.concatenate(([0], np.cumsum(facts.columns[:, LEVELS])))
     for group, (rows, count) in enumerate(facts.groups.tolist()):
-        if rows == 0:  # some writers list no columns then
+        if rows == 0:  # some writers list no columns for such a group
             continue
         if rows < 0 or count != len(tree.widths):
             raise ValueError(f"row group {group} has {rows} rows, {count} columns")
@@ -240,8 +239,8 @@ def _places(columns: Int64, group: int, url: str, footer: Region) -> tuple[Int64
 
 
 def _sizes(columns: Int64, widths: Int64, rows: int) -> Int64:
-    """Estimate decoded sizes, too large rather than too small: pages may store each distinct value
-    once. Each column adds its validity, and each list its offsets.
+    """Estimate decoded sizes, too large rather than too small, since pages may store each distinct
+    value once. Each column adds its validity, and each list its offsets.
     """
     is_open = widths == 0
     _require(columns[is_open], DECODED_BYTES)
@@ -307,8 +306,8 @@ def _int96_columns(
 def _check_int96(
     column: pa.ChunkedArray, name: str, in_seconds: pa.ChunkedArray, block: RawBlock
 ) -> None:
-    """Refuse times that nanoseconds cannot hold: Arrow wraps them, so that the year 9999 becomes
-    1816. Seconds hold every INT96.
+    """Refuse times that do not fit into nanoseconds: Arrow silently wraps them, so that the year
+    9999 becomes 1816. They are found by comparing with seconds, which hold every INT96.
 
     Raises:  SchemaMismatch: shard, field, found.
     """
@@ -323,8 +322,8 @@ def _check_int96(
         time = next(_wrapped_times(read.take([row]), true.take([row])))
         raise SchemaMismatch(
             f"{block.url}: row {before + row} of block {block.index}: column {name!r} has {time}, "
-            "and INT96 is read as nanoseconds, from 1677 to 2262: choose other columns with "
-            "columns=[…], or write the shard again from "
+            "but INT96 is read as nanoseconds, which end at 1677 and 2262: leave out the column "
+            "with columns=[…], or write the shard again from "
             'pyarrow.parquet.read_table(path, coerce_int96_timestamp_unit="us")',
             shard=block.url,
             field=name,
@@ -344,8 +343,8 @@ def _wrapped_times(read: pa.Array, true: pa.Array) -> Iterator[str]:
         if not len(seconds) or (seconds.min() > -_SECONDS_MAX and seconds.max() < _SECONDS_MAX):
             return
         off = seconds - nanoseconds // 10**9
-        # Early Arrow wrote times before 1970 with a negative time of day, and reads 2**64 ns
-        # more in seconds. A whole microsecond that truly is 2**64 ns later would not be whole here.
+        # Early Arrow wrote times before 1970 with a negative time of day; read as seconds, these
+        # are 2**64 ns later. A time that truly is 2**64 ns later is no whole microsecond here.
         is_early = (np.abs(off - 2**64 // 10**9) <= 1) & (nanoseconds % 1000 == 0)
         for at in np.flatnonzero((np.abs(off) > 1) & ~is_early).tolist():
             yield str(seconds[at].astype("M8[s]"))
@@ -361,8 +360,8 @@ def _parts(array: pa.Array) -> list[pa.Array]:
 
 
 def _read_group(reader: Any, group: int, leaves: Sequence[int] | None, rows: int) -> pa.Table:
-    """Read columns of a row group. Texts of more than 2 GiB come in several chunks. pyarrow cannot
-    make chunks within lists and structs, so there fewer rows are read at a time.
+    """Read columns of a row group. Texts of more than 2 GiB come in several chunks; inside lists
+    and structs pyarrow cannot make chunks, so fewer rows are read at a time.
     """
     options = {"column_indices": leaves, "use_threads": False}
     part = rows
@@ -398,8 +397,8 @@ def _leaf_count(kind: pa.DataType) -> int:
 
 
 def _leaves(schema: pa.Schema, columns: Sequence[str], leaf_total: int) -> list[int]:
-    """Return the Parquet columns of top-level columns, by place: their dotted paths may be
-    ambiguous.
+    """Return the indices of the Parquet columns that make up top-level columns. They are not found
+    by dotted path, which may be ambiguous.
     """
     spans: dict[str, range] = {}
     at = 0

@@ -38,8 +38,9 @@ _WIDTHS = np.array([1, 4, 8, 8, 4, 8, 0])
 
 
 class SchemaTree(Struct, frozen=True, eq=False):
-    """For each leaf: the bytes of a decoded value (0 if they vary), and the definition level of a
-    value. For each top-level column: its first leaf, and the one after its last.
+    """The columns of a schema. For each leaf: the bytes of a decoded value (0 if they vary), and
+    the definition level of a value. For each top-level column: its first leaf, and the one after
+    its last.
 
     Shapes:  widths, level_max: int64[leaves].   first, last: int64[top-level columns].
     """
@@ -112,7 +113,7 @@ def _level_maxima(children: Sequence[int], repetitions: Sequence[int]) -> list[i
     plus one if the leaf is nullable itself.
     """
     maxima = []
-    open_groups: list[tuple[int, int]] = []  # children left, and the level inside
+    open_groups: list[tuple[int, int]] = []  # how many children are left, and the level inside
     for at, (count, repetition) in enumerate(zip(children, repetitions, strict=True)):
         while open_groups and open_groups[-1][0] == 0:
             open_groups.pop()
@@ -130,21 +131,21 @@ def _level_maxima(children: Sequence[int], repetitions: Sequence[int]) -> list[i
 
 # The null counts of a Parquet shard, as far as its footer states them.
 #
-# The footer counts, for each column of each row group, the entries without a value. Without lists
+# The footer counts, for each column of each row group, the entries without a value. Without lists,
 # these are the nulls. An empty list and a null list are also entries without a value, so for lists
-# only a count of 0 is useful, unless the writer added the histogram of definition levels (most have
+# only a count of 0 is useful, unless the writer added the histogram of definition levels (most do
 # since 2024), which shows exactly whether the list or its item is null.
 #
 # Source:  parquet.thrift, Statistics and SizeStatistics.
 
 _ENTRIES_MAX = 1 << 48
-"""No column has more entries, and sums of fewer do not overflow."""
+"""No column has more entries, and sums of such numbers do not overflow."""
 
 
 class _Leaf(Struct):
     """One Parquet column. `level_max` is the definition level of a value. `empty` counts entries
-    without a value, in all row groups; `levels` counts entries by level. None: the footer does not
-    say.
+    without a value in all row groups, and `levels` counts entries by level; None if the footer does
+    not state them.
     """
 
     level_max: int
@@ -153,7 +154,7 @@ class _Leaf(Struct):
 
 
 class _Nullable(Struct, frozen=True):
-    """A field node that may be null, and the definition level of an entry where it is."""
+    """A field node that may be null, and the definition level of an entry in which it is null."""
 
     node: int
     null_level: int
@@ -190,7 +191,7 @@ class NullCounter:
             self._add_levels(entries, columns[:, LEVELS], levels)
 
     def _add_levels(self, entries: Int64, counts: Int64, levels: Int64) -> None:
-        """Add levels of columns that always had as many levels as their schema has."""
+        """Add the levels of columns for which every row group had the complete histogram."""
         is_chosen = np.repeat(self._has_levels, counts)
         chosen, columns = levels[is_chosen], np.flatnonzero(self._has_levels)
         lengths = counts[columns]
@@ -218,9 +219,7 @@ class NullCounter:
         return np.array(walk.counts, np.int64)
 
     def _flat_counts(self, is_nullable: NDArray[np.bool_]) -> Int64:
-        """Compute the result of _Walk for all fields at once, if each is one leaf and not
-        nested.
-        """
+        """Compute what _Walk computes, for all fields at once, if no field is nested."""
         is_as_declared = self._level_max == is_nullable
         nulls = np.where(self._has_levels, self._levels[self._starts], self._empty)
         is_told = is_as_declared & (self._has_levels | self._has_empty)
@@ -246,7 +245,7 @@ class _Walk:
 
     def visit(self, field: pa.Field, above: tuple[_Nullable, ...], level: int) -> None:
         """Visit a field. `above` are the nullable nodes above it; `level` is the definition level
-        of an entry if all of them have values.
+        of an entry in which none of them is null.
         """
         kind = field.type
         kind = kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
@@ -254,7 +253,7 @@ class _Walk:
         self.counts.append(NEVER)
         if field.nullable:
             above = (*above, _Nullable(node, level, is_struct))
-            self.counts[node] = 0  # with counts of leaves only, they have a struct's nulls
+            self.counts[node] = 0  # only leaves have counts, and these include a struct's nulls
             level += 1
         below = children(kind)
         for child in below:
@@ -315,12 +314,12 @@ def _bounds(column: pq.ColumnChunkMetaData, rows: int) -> ColumnBounds:
     nulls = statistics.null_count if statistics.has_null_count else None
     try:
         ends = (statistics.min, statistics.max) if statistics.has_min_max else (None, None)
-    except (ValueError, OverflowError):  # nanoseconds, for one, have no type in Python
+    except (ValueError, OverflowError):  # Python has no type for nanoseconds, for example
         ends = None, None
     lowest, highest = ends
     if lowest is None or highest is None or lowest != lowest or highest != highest:  # noqa: PLR0124
         return ColumnBounds(rows, nulls)
-    # Writers may cut long texts, and leave out NaN.
+    # Writers may shorten long texts, and ignore NaN.
     is_float = isinstance(lowest, float)
     is_exact = not isinstance(lowest, str | bytes)
     return ColumnBounds(rows, nulls, lowest, highest, is_exact, is_float)

@@ -4,12 +4,12 @@ Every block of a shard needs the footer, and parsing a large one costs more than
 
 1. A footer equals a cached one if both have the same number, or the same bytes. A shard that was
    rewritten under its name has another footer.
-2. The cache holds the last footer, and more while together they have at most BYTES_MAX bytes.
-   A parsed footer takes seven times its size from a worker's memory.
-3. A footer of more than SMALL_BYTES replaces another only if that one was not used for the last
-   STALE_USES. If there is no room for it, each block parses only its own row group: this cost does
-   not depend on the number of row groups and shards. The cache holds the places of the row groups
-   in the last CUTS_MAX such footers.
+2. The cache holds the last footer, and others as long as all together have at most BYTES_MAX bytes.
+   A parsed footer takes seven times its size of a worker's memory.
+3. A footer of more than SMALL_BYTES replaces another one only if that was not used for the last
+   STALE_USES lookups. If a footer does not get into the cache, each block parses only its own row
+   group, at a cost that does not depend on the number of row groups and shards. The cache holds the
+   places of the row groups in the last CUTS_MAX such footers.
 
 Source:  https://github.com/apache/parquet-format (FileMetaData in parquet.thrift)
 """
@@ -35,7 +35,7 @@ from dataplane.formats.base import RawBlock
 # The parts of a footer that an index needs, as tables of numbers: the functions of parquet_facts.c.
 #
 # pyarrow's own view of row groups crashes the process if a footer contradicts itself (a C++
-# exception crosses Python), and costs a Python object a column.
+# exception crosses Python), and creates a Python object for each column.
 
 SOURCE = Path(__file__).with_name("parquet_facts.c")
 LIBRARY = Path(__file__).with_name("libparquet_facts.so")
@@ -57,7 +57,7 @@ FIELDS = {VALUES: 5, DECODED_BYTES: 6, BYTES: 7, FIRST_PAGE: 9, DICTIONARY: 11}
 """The numeric fields of ColumnMetaData, by their field ids in parquet.thrift."""
 
 _WIDTHS = (4, 2, 9)
-# The faults of the C code, by number; the second is about a field or a kind.
+# The errors of the C code, by number; {} is the number of a field or of a type.
 _FAULTS = (
     "",
     "the message is cut off",
@@ -80,14 +80,14 @@ _SIGNATURES: dict[str, compiled.Signature] = {
 _CUT_GROUPS = 512
 _NO_ROOM = _FAULTS.index("the footer has changed while it was read")
 _ONE_STRUCT = b"\x1c"
-"""The head of a list of one structure."""
+"""The Thrift header of a list of one structure."""
 
 
 class FooterFacts(Struct, frozen=True, eq=False):
-    """The numbers that a footer states; none of them is verified yet.
+    """The numbers that a footer states, not verified.
 
     Shapes:  elements: int64[e, 4], the schema's, each group before its children.
-    groups: int64[g, 2].   columns: int64[c, 9], one row group after the other.
+    groups: int64[g, 2].   columns: int64[c, 9], row group after row group.
     levels: int64[l]: for each column in turn, as many numbers as its LEVELS says: how many of its
     entries have each definition level.
     """
@@ -101,7 +101,7 @@ class FooterFacts(Struct, frozen=True, eq=False):
 
 
 class FooterCuts(Struct, frozen=True, eq=False):
-    """The places of the row groups in a footer, so that one can be read without the others.
+    """The places of the row groups in a footer, so that one can be parsed without the others.
 
     Shapes:  starts: int64[g + 1], where each begins, and the end of the last; `list_at` is where
     their list begins.   filled: int64[b], the groups that have rows, which are the blocks.
@@ -112,7 +112,7 @@ class FooterCuts(Struct, frozen=True, eq=False):
     filled: Int64
 
     def footer_of(self, content: memoryview, block: int) -> bytes:
-        """The footer of a file with only this row group. `content` is the whole FileMetaData.
+        """Return the footer of a file with only this row group. `content` is the FileMetaData.
 
         Raises:  IndexError: there is no such block.
         """
@@ -123,7 +123,7 @@ class FooterCuts(Struct, frozen=True, eq=False):
 
 
 def cut_footer(content: memoryview) -> FooterCuts:
-    """Where the row groups of this FileMetaData lie. Does not read their content.
+    """Find the row groups in this FileMetaData, without parsing them.
 
     Raises:  ValueError: it is not a FileMetaData.
     """
@@ -145,13 +145,13 @@ def cut_footer(content: memoryview) -> FooterCuts:
 
 @functools.cache
 def facts_library() -> ctypes.CDLL:
-    """The library, loaded once."""
+    """Return the library, which is loaded once."""
     return compiled.load(LIBRARY, SOURCE, "parquet_facts_source_crc", _SIGNATURES)
 
 
 def read_footer(content: bytes | memoryview) -> FooterFacts:
-    """The FileMetaData that `content` starts with. Its tables take at most 72 bytes for each byte
-    of it.
+    """Parse the FileMetaData at the beginning of `content`. The resulting tables take at most 72
+    bytes for each byte of it.
 
     Raises:  ValueError: it is not a FileMetaData.
     """
@@ -266,7 +266,7 @@ class Footers:
             self._bytes -= key[1]
 
     def _parsed_now(self, url: str, content: pa.Buffer, number: int) -> ParquetFooter:
-        own = content.to_pybytes()  # its memory may be overwritten
+        own = content.to_pybytes()  # a copy, since the original memory may be overwritten
         footer, key = parsed(own), (url, content.size)
         with self._lock:
             self._forget(key)

@@ -1,11 +1,12 @@
 """The list of formats, and the choice of a shard's format.
 
-Other packages add formats by entry points of the group `dataplane.formats`: an object, or a class
-without arguments, that satisfies `Format`. It may have three more attributes: `index_version`, a
-number to raise when the results of its `index` change; `first_reads(size_bytes)`, the regions that
-`index` reads first of most shards of this size, which the node then reads early; and
-`column_bounds(url, preamble, blocks, names)`, the ColumnBounds of these columns in each of these
-blocks, as far as the preamble has them: blocks without a row of a view are not read.
+Other packages add formats as entry points of the group `dataplane.formats`: an object that
+satisfies `Format`, or a class without arguments whose instance does. It may have three more
+attributes: `index_version`, a number to raise when the results of its `index` change;
+`first_reads(size_bytes)`, the regions that `index` reads first of most shards of this size, which
+the node then reads early; and `column_bounds(url, preamble, blocks, names)`, the ColumnBounds of
+these columns in each of these blocks, as far as the preamble states them: blocks in which no row
+can satisfy a view's condition are not read.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from dataplane.model.errors import ConfigError
 
 _CONVERT = "write it as Parquet, Arrow, TFRecord, tar or JSON lines, which are read as they are"
 _AS_DATASET = "pass a torch Dataset that reads it as the first argument"
-# By ending: the kind of file, and the advice.
+# By suffix: the kind of file, and the advice.
 _BY_ENDING: Final[dict[tuple[str, ...], tuple[str, str]]] = {
     (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".heic", ".jxl",
      ".jp2", ".ppm"): (
@@ -71,7 +72,7 @@ _BY_ENDING: Final[dict[tuple[str, ...], tuple[str, str]]] = {
     (".beton",): ("one of FFCV's files", "write its samples from their source as tar or Parquet"),
     (".mdb", ".lmdb", ".sqlite", ".db"): ("a database", f"{_AS_DATASET}, or {_CONVERT}"),
     (".orc", ".avro", ".lance", ".vortex", ".rec", ".bin", ".txt", ".txt.gz", ".xml"): (
-        "of an unsupported format", _CONVERT
+        "in an unsupported format", _CONVERT
     ),
 }  # fmt: skip
 _INDEXES: Final = {"index.json", "dataset_info.json", "state.json"}
@@ -79,9 +80,10 @@ _NEIGHBOURS_MAX = 1000
 
 
 def advice_of(url: str, urls: Sequence[str]) -> str:
-    """Describe the file at `url`, which has no ending of a format, with advice; "" if unknown.
+    """Describe the file at `url`, whose suffix belongs to no format, and give advice; "" if its
+    kind is unknown.
 
-    The rest of the dataset matters, too: an index.json alone says nothing, and if there are shards
+    The rest of the dataset matters: an index.json alone says nothing, and if there are shards
     beside a README, the user meant the shards.
     """
     near = urls[:_NEIGHBOURS_MAX]
@@ -115,10 +117,10 @@ def _known_kind(url: str) -> tuple[str, str] | None:
 
 
 GROUP = "dataplane.formats"
-# Grows when what `index` returns changes, so that remembered indexes are made again.
+# Raised when the results of `index` change, so that cached indexes are made again.
 INDEX_VERSION = 3
 
-# The module of each class: reading one format imports no other.
+# The module and class of each format, imported on demand: reading one format imports no other.
 BUILT_IN: Mapping[str, tuple[str, str]] = {
     "parquet": ("dataplane.formats.parquet", "Parquet"),
     "arrow": ("dataplane.formats.arrow_ipc", "ArrowIpc"),
@@ -129,11 +131,11 @@ BUILT_IN: Mapping[str, tuple[str, str]] = {
 
 
 def _is_declared(group: str) -> bool:
-    """Whether an installed package may have entry points of this group.
+    """Return whether an installed package may have entry points of this group.
 
-    Importing importlib.metadata for the answer takes 25 to 50 ms of CPU, a tenth of what a node
-    needs until its first batch. It is necessary only if packages may lie elsewhere than in folders
-    of `sys.path`.
+    Importing importlib.metadata to find out takes 25 to 50 ms of CPU, a tenth of what a node needs
+    until its first batch. Reading the folders of `sys.path` is faster, and it suffices unless
+    packages may be elsewhere.
     """
     if any(
         hasattr(finder, "find_distributions")
@@ -159,9 +161,9 @@ def _is_declared(group: str) -> bool:
 
 @functools.cache
 def _others() -> Mapping[str, Format]:
-    """The formats of other packages, by name.
+    """Return the formats of other packages, by name.
 
-    Raises:  ConfigError: an entry point cannot be loaded, or takes a name that is taken.
+    Raises:  ConfigError: an entry point cannot be loaded, or its name is used twice.
     """
     if not _is_declared(GROUP):
         return MappingProxyType({})
@@ -191,7 +193,7 @@ def _built_in(name: str) -> Format:
 
 
 def by_name(name: str) -> Format:
-    """The format of this name.
+    """Return the format of this name.
 
     Raises:  ConfigError: there is none.
     """
@@ -205,9 +207,9 @@ def by_name(name: str) -> Format:
 
 
 def format_of_url(url: str) -> Format | None:
-    """The format with the longest suffix that the url's path ends with."""
+    """Return the format with the longest suffix that matches the url's path."""
     path = suffixes.path_of(url)
-    # Grouped by last letter, for speed: a listing may have a million urls.
+    # The suffixes are grouped by last letter for speed: a listing may have a million urls.
     for suffix, name in _by_end().get(path[-1:], ()):
         if path.endswith(suffix):
             return by_name(name)
@@ -215,13 +217,13 @@ def format_of_url(url: str) -> Format | None:
 
 
 def shard_suffixes() -> tuple[str, ...]:
-    """Every file name ending that names a shard."""
+    """Return all suffixes of file names that identify a shard."""
     return tuple(suffix for suffix, _ in _by_suffix())
 
 
 @functools.cache
 def _by_suffix() -> tuple[tuple[str, str], ...]:
-    """(suffix, name) of every known format, the built-in ones first."""
+    """Return (suffix, name) of every known format, the built-in ones first."""
     ours = [(suffix, name) for name, known in suffixes.BY_FORMAT.items() for suffix in known]
     theirs = [(suffix, f.name) for f in _others().values() for suffix in f.suffixes]
     return (*ours, *theirs)
@@ -229,7 +231,7 @@ def _by_suffix() -> tuple[tuple[str, str], ...]:
 
 @functools.cache
 def _by_end() -> Mapping[str, tuple[tuple[str, str], ...]]:
-    """The suffixes that end in each letter, the longest first, each with its format."""
+    """Return the suffixes by last letter, the longest first, each with its format."""
     by_end: dict[str, tuple[tuple[str, str], ...]] = {}
     for suffix, name in sorted(_by_suffix(), key=lambda pair: -len(pair[0])):
         by_end[suffix[-1:]] = (*by_end.get(suffix[-1:], ()), (suffix, name))
@@ -237,7 +239,7 @@ def _by_end() -> Mapping[str, tuple[tuple[str, str], ...]]:
 
 
 def dataset_format(urls: Iterable[str]) -> Format:
-    """The one format of all shards of a dataset.
+    """Return the one format of all shards of a dataset.
 
     Raises:  ConfigError: no format is known, or the shards have several.
     """

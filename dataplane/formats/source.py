@@ -1,8 +1,9 @@
-"""Bytes of a shard by offset: read forward with read-ahead, inflated, or in a file for pyarrow.
+"""Read the bytes of a shard by offset: forward with read-ahead, decompressed, or as a file for
+pyarrow.
 
 Invariants:
 1. `view` returns fewer bytes than were requested only at the end of the data.
-2. The bytes held never exceed the larger of one read-ahead and one request.
+2. At most one read-ahead or one request is held in memory, whichever is larger.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from dataplane.formats.first_reads import PROBE_BYTES
 from dataplane.model.errors import CorruptShard
 from dataplane.model.records import Region
 
-# Gzip and zlib shards: inflated piece by piece, bounded, with errors that name the place.
+# Gzip and zlib shards, decompressed piece by piece with bounded memory; errors name the place.
 #
-# A compressed shard has no random access, so each is one block: it is fetched and decoded whole.
+# A compressed shard has no random access, so it is one block: it is fetched and decoded whole.
 #
 # Source:  RFC 1950, RFC 1952 (a gzip file may hold several members, one after the other).
 
 PIECE_BYTES = 1 << 20
 FEED_BYTES = 256 << 10
-# A few kilobytes can inflate to gigabytes. Real text and tensors stay below 100:1; a higher ratio
-# beyond the floor counts as a bomb, and no block may be larger than the ceiling.
+# A few kilobytes can decompress to gigabytes. Real text and tensors stay below 100:1. A ratio above
+# RATIO_MAX counts as a bomb from RATIO_FLOOR_BYTES on, and no block may exceed INFLATED_BYTES_MAX.
 RATIO_MAX = 256
 RATIO_FLOOR_BYTES = 256 << 20
 INFLATED_BYTES_MAX = 16 << 30
@@ -43,12 +44,12 @@ _ZLIB = (b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
 
 
 def is_compressed(head: bytes) -> bool:
-    """Whether data that starts like this is gzip or zlib data."""
+    """Return whether data that starts like this is gzip or zlib data."""
     return head.startswith(_GZIP) or head.startswith(_ZLIB)
 
 
 def inflate(url: str, pieces: Iterable[Buffer]) -> Iterator[bytes]:
-    """Yield the inflated data of a gzip or zlib shard, in pieces of at most 1 MiB.
+    """Yield the decompressed data of a gzip or zlib shard, in pieces of at most 1 MiB.
 
     Raises:  CorruptShard: damaged, truncated, followed by garbage, or a decompression bomb.
     """
@@ -58,7 +59,7 @@ def inflate(url: str, pieces: Iterable[Buffer]) -> Iterator[bytes]:
         rest: bytes | memoryview = feed
         while rest or engine is not None:
             if engine is None:
-                # Zeros may pad the members to a device's block size; nothing else may follow.
+                # Zeros after the members, up to a device's block size, are allowed; nothing else.
                 rest = bytes(rest).lstrip(b"\0") if members else rest
                 if not rest:
                     break
@@ -112,8 +113,8 @@ def _check_bomb(url: str, fed: int, made: int) -> None:
         )
 
 
-# A block of records aims at this size: large enough for one ranged read to be worth its latency,
-# small enough that a shuffle window of many open blocks fits in memory.
+# The target size of a block of records: large enough that one ranged read is worth its latency, and
+# small enough that a shuffle window of many open blocks fits into memory.
 BLOCK_BYTES = 4 << 20
 # Skipping less than this is slower than reading it: a request to a store costs as much as about
 # one MiB of transfer.
@@ -122,17 +123,17 @@ _READS_AT_ONCE = 8
 
 
 class ByteSource(Protocol):
-    """Bytes by offset, read forward: an offset never lies before that of an earlier view."""
+    """Bytes by offset, read forward: an offset is never before that of an earlier view."""
 
     @property
     def url(self) -> str: ...
 
     def view(self, offset: int, length: int) -> memoryview:
-        """Bytes [offset, offset + length), fewer only at the end of the data."""
+        """Return bytes [offset, offset + length); fewer only at the end of the data."""
 
 
 class Window:
-    """A shard behind one read-ahead buffer: skips large gaps, reads small ones."""
+    """A shard read through a buffer: skips large gaps, and reads across small ones."""
 
     def __init__(self, shard: ShardReader) -> None:
         self._shard = shard
@@ -144,7 +145,7 @@ class Window:
         return self._shard.url
 
     def view(self, offset: int, length: int) -> memoryview:
-        """Implement `ByteSource.view`; any order of offsets works, rising ones are fast."""
+        """Implement `ByteSource.view`; ascending offsets are fast, other orders work."""
         length = max(0, min(length, self._shard.size_bytes - offset))
         end = self._start + len(self._held)
         if length and not self._start <= offset <= offset + length <= end:
@@ -158,10 +159,10 @@ class Window:
 
 
 class Parts:
-    """A shard of which several ranges can be read at a time. `known` has the ranges that were read
-    before: their bytes by their offsets.
+    """A shard of which several ranges are read at a time. `known` contains the bytes of ranges that
+    were read before, by offset.
 
-    Raises:  the StoreError family, as the shard does.
+    Raises:  StoreError and its subclasses, as the shard does.
     """
 
     def __init__(
@@ -262,7 +263,7 @@ class Inflated:
 
 
 def block_source(block: RawBlock, *, compressed: bool) -> Memory:
-    """Return a fetched block as a source; a compressed shard is one block and is inflated whole."""
+    """Return a fetched block as a source; a compressed shard is decompressed whole."""
     if not compressed:
         return Memory(block.url, block.body, block.place.offset)
     inflated = bytearray()
@@ -272,16 +273,16 @@ def block_source(block: RawBlock, *, compressed: bool) -> Memory:
 
 
 def holds_compressed(block: RawBlock) -> bool:
-    """Whether a fetched block is a whole shard that starts like gzip or zlib data."""
+    """Return whether a fetched block is a whole shard that starts like gzip or zlib data."""
     whole = block.place.offset == 0 and block.place.length == block.shard_bytes
     return whole and is_compressed(bytes(block.body[:4]))
 
 
 class SpliceFile:
-    """A read-only file of `size_bytes` bytes that has only some pieces of its content.
+    """A read-only file of `size_bytes` bytes of which only some pieces are available.
 
     `read` returns views of the pieces, which pyarrow keeps alive as long as an array needs them. A
-    read outside of the pieces is an error, never zeros.
+    read outside of the pieces is an error; it never returns zeros.
     """
 
     closed = False
@@ -325,18 +326,18 @@ class SpliceFile:
         """Do nothing: the pieces belong to the caller."""
 
     def readable(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def writable(self) -> bool:
-        """Never."""
+        """Return False."""
         return False
 
     def seekable(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
 
 def spliced(size_bytes: int, pieces: Sequence[tuple[int, memoryview]]) -> pa.PythonFile:
-    """The pieces as a pyarrow file."""
+    """Return the pieces as a pyarrow file."""
     return pa.PythonFile(SpliceFile(size_bytes, pieces), mode="r")

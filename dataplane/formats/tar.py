@@ -3,7 +3,7 @@
 A sample is the run of members that share a key: the path up to the first dot of the file's name.
 The rest of the name, in lower case, is the field. Directories, names without a dot or that start
 with one, and names in double underscores are skipped, as the webdataset library does. A shard in
-which the members of a key do not follow one another is refused.
+in which the members of a key are not adjacent is refused.
 
 Schema: `__key__`, then the fields of the shard in the order of occurrence, images of several
 extensions as one column (see FieldSurvey). cls, cls2, index, inx and id are int64 where all values
@@ -47,16 +47,17 @@ from dataplane.plan.columns import NEVER
 
 # The fields of the samples of a tar shard, and the columns in which they are read.
 #
-# Images whose members differ only in their extension (`a.jpg`, `b.jpeg`, `c.png`) are one column,
-# unless a sample of the shard has two of them. The column's name is the field that occurs first.
-# The column's metadata lists the fields, so that other shards are read alike.
+# Image members that differ only in their extension (`a.jpg`, `b.jpeg`, `c.png`) form one column,
+# unless a sample of the shard has two of them. The column is named after the field that occurs
+# first. Its metadata lists the fields, so that other shards are read in the same way.
 
 FIELDS_MAX = 1024
-# Two keys rarely share a hash, so a few hashes are enough.
+# Two keys rarely have the same hash, so a few hashes suffice.
 _HASHES_MAX = 64
 EXTENSIONS = b"dataplane.extensions"
 
-# The kind of image that each extension stands for. Members of one kind are never masks of another.
+# The image format of each extension. If two members of a sample have the same format, neither can
+# be a mask of the other.
 _KINDS: Mapping[str, str] = {
     **dict.fromkeys(("jpg", "jpeg", "jpe", "jfif"), "jpeg"),
     **dict.fromkeys(("tif", "tiff"), "tiff"),
@@ -66,7 +67,7 @@ _KINDS: Mapping[str, str] = {
 
 
 class Sample(Struct, frozen=True):
-    """The members of one key, by field."""
+    """The members with one key, by field."""
 
     key: str
     fields: dict[str, TarMember]
@@ -75,15 +76,14 @@ class Sample(Struct, frozen=True):
 
 
 class FieldSurvey:
-    """Collects the fields of the samples of a shard.
-
-    Takes 12 bytes a sample, and twice that while `scattered` compares them.
+    """Collects the fields of the samples of a shard. It takes 12 bytes per sample, and twice that
+    while `scattered` compares them.
     """
 
     def __init__(self, url: str) -> None:
         self._url = url
         self._numbers: dict[str, int] = {}
-        # Sets of fields, as bits, in the order in which they occurred; how many samples have each.
+        # Sets of fields, as bits, in order of first occurrence, and the number of samples of each.
         self._sets: dict[int, int] = {}
         self._counts: list[int] = []
         self._keys, self._set_of = array("q"), array("I")
@@ -113,7 +113,7 @@ class FieldSurvey:
         self._set_of.append(place)
 
     def columns(self) -> dict[str, tuple[str, ...]]:
-        """The fields of each column; the column has the name of the first."""
+        """Return the fields of each column; a column has the name of its first field."""
         return {fields[0]: fields for fields in self._columns()}
 
     def _columns(self) -> list[tuple[str, ...]]:
@@ -138,19 +138,19 @@ class FieldSurvey:
         return sorted(columns, key=lambda fields: self._numbers[fields[0]])
 
     def _are_apart(self, fields: Sequence[str]) -> bool:
-        """Whether no sample has two of these fields."""
+        """Return whether no sample has two of these fields."""
         bits = sum(1 << self._numbers[field] for field in fields)
         return all((fields_of_set & bits).bit_count() <= 1 for fields_of_set in self._sets)
 
     def count(self, fields: Iterable[str]) -> int:
-        """How many samples have one of these fields."""
+        """Count the samples that have one of these fields."""
         bits = sum(1 << self._numbers[field] for field in fields)
         sets = zip(self._sets, self._counts, strict=True)
         return sum(count for fields_of_set, count in sets if fields_of_set & bits)
 
     def scattered(self) -> frozenset[int]:
-        """Return the hashes of some keys that occur again with other fields: those are samples torn
-        in two. A key that occurs again with the same fields is another sample.
+        """Return the hashes of some keys that occur again with other fields: samples whose members
+        are not adjacent. A key that occurs again with the same fields is another sample.
         """
         keys = np.frombuffer(self._keys, np.int64)
         order = np.argsort(keys, kind="stable")

@@ -53,7 +53,7 @@ RECORD_BYTES_MAX = 1 << 30
 HEADER_BYTES, TRAILER_BYTES = 12, 4
 # Arrow's estimated overhead for a record: offsets and validity of a few columns.
 ROW_BYTES = 128
-# A block's decoded size is estimated from the sample's, with this margin.
+# A block's decoded size is estimated from the sample's, times this margin.
 MARGIN = 1.5
 
 _LENGTH = struct.Struct("<QI")
@@ -64,7 +64,7 @@ class TfRecord:
 
     name = "tfrecord"
     suffixes = BY_FORMAT["tfrecord"]
-    index_version = 1  # features of the whole shard
+    index_version = 1  # raised for: features of the whole shard
 
     def index(self, shard: ShardReader) -> ShardIndex:
         """Implement `Format.index`: one pass over the records."""
@@ -100,7 +100,7 @@ class TfRecord:
             lacking = sample.records - present
             nulls.append(lacking if lacking or sample.records == count else UNKNOWN)
             if features[name].is_list:
-                nulls.append(NEVER)  # a feature's values are never null
+                nulls.append(NEVER)  # list items: the values of a feature are never null
         return ShardIndex(schema, tuple(blocks), Region(0, 0), zero_copy=False, nulls=nulls)
 
     def decode(self, block: RawBlock, schema: pa.Schema, columns: Sequence[str]) -> pa.RecordBatch:
@@ -132,8 +132,8 @@ def _masked_crc(piece: memoryview) -> int:
 
 
 def _is_compressed(head: memoryview) -> bool:
-    """Whether a shard is compressed. The length of a plain record may look like gzip's magic bytes,
-    but then the checksum of that length is right.
+    """Return whether a shard is compressed. The length of a plain record may look like gzip's magic
+    bytes, but then the checksum of that length is correct.
     """
     if not is_compressed(bytes(head[:4])):
         return False
@@ -181,8 +181,8 @@ def _records(
         if end is not None and at > end:
             raise _cut_off(source.url, start, length, number)
         yield start, start + length
-        # Without a known end, the last byte of the record tells whether it is complete. It is read
-        # after the record, since a compressed source only goes forward.
+        # Without a known end, reading the record's last byte shows whether it is complete. This is
+        # done after the record, since a compressed source only goes forward.
         if end is None and not len(source.view(at - 1, 1)):
             raise _cut_off(source.url, start, length, number)
         number += 1
@@ -244,8 +244,8 @@ class _Features(Struct):
 
 
 class _Sample(Struct, frozen=True):
-    """Facts from the first records of a shard: their features, their number, and how many decoded
-    bytes each stored byte gives.
+    """Facts from the first records of a shard: their features, their number, and the number of
+    decoded bytes per stored byte.
     """
 
     features: dict[bytes, _Features]
@@ -266,7 +266,7 @@ def _sampled(source: ByteSource) -> _Sample:
         if at == 0 and end > len(head) and _has_right_length(head):
             head = source.view(0, end)
         if end > len(head):
-            # Cut off by the sample, truncated or damaged: the pass over all records decides.
+            # The record is cut off by the sample, truncated or damaged: the full pass decides.
             break
         sample = Memory(source.url, head[:end], 0)
         start, stop = next(_records(sample, at, end, records))
@@ -352,7 +352,7 @@ class _Survey:
                 _check_payload(Memory(url, record, at), at, stop)
                 parsed = _parsed(record, url, at, at, stop)
             except CorruptShard:
-                continue  # decoding reports it, if the block is ever read
+                continue  # decoding reports the damage, if the block is ever read
             late = {
                 name: feature
                 for name, feature in parsed.items()

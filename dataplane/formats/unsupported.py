@@ -1,9 +1,9 @@
 """Refuse columns that cannot be in a batch, with advice, when a dataset is opened.
 
-Some types are never possible. Facts that only the file has (encrypted pages, an unknown codec) are
-marks in the field's metadata, written by the format's `index`. Columns that differ from shard to
-shard have such a mark in the dataset's schema. It names shards by number, not by url, so that
-copies of a dataset have the same schema.
+Some types are never possible. Other reasons are known only from the file (encrypted pages, an
+unknown codec): the format's `index` writes them as marks into the field's metadata. Columns that
+differ from shard to shard have such a mark in the dataset's schema. It names shards by number, not
+by url, so that copies of a dataset have the same schema.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Difference(Struct, frozen=True):
 
     @property
     def nouns(self) -> tuple[str, str]:
-        """The types, in the words of an error message."""
+        """Return both types in the words of an error message."""
         first, second = (kind or "no such column" for kind in self.types)
         return first, second
 
@@ -86,8 +86,8 @@ def refuse_differing(schema: pa.Schema, names: Sequence[str], url_of: Callable[[
 
 
 UNSUPPORTED_MARK = b"dataplane.unsupported"
-# Months, and days with milliseconds, by Arrow's ids, which pyarrow names from 22 on. It has
-# no arrays of them, unlike month_day_nano_interval.
+# Intervals of months, and of days with milliseconds, by Arrow's type ids. pyarrow 22 and later name
+# them, but cannot make arrays of them, unlike month_day_nano_interval.
 _INTERVALS = frozenset({21, 22})
 _NAMES_SHOWN = 10
 
@@ -103,7 +103,7 @@ def marked(schema: pa.Schema, reasons: Mapping[str, str]) -> pa.Schema:
 
 
 def unsupported(field: pa.Field) -> str:
-    """Why this column cannot be in a batch, as the rest of a sentence; "" if it can."""
+    """Return why this column cannot be in a batch, as the rest of a sentence; "" if it can."""
     return unsupported_mark(field) or unsupported_type(field.type) or _differing(field)
 
 
@@ -122,7 +122,7 @@ def _differing(field: pa.Field) -> str:
 
 
 def unsupported_type(kind: pa.DataType) -> str:
-    """Why values of this type cannot be in a batch, as the rest of a sentence; "" if they can."""
+    """Return why this type cannot be in a batch, as the rest of a sentence; "" if it can."""
     if isinstance(kind, pa.BaseExtensionType):
         return unsupported_type(kind.storage_type)
     if kind.id in _INTERVALS:
@@ -139,7 +139,7 @@ def unsupported_type(kind: pa.DataType) -> str:
 
 
 def supported_names(schema: pa.Schema) -> list[str]:
-    """The columns that can be in a batch."""
+    """Return the columns that can be in a batch."""
     return [field.name for field in schema if not unsupported(field)]
 
 

@@ -1,11 +1,11 @@
 """Changes that people make to an existing job: skipped steps, removed rows, and the weights of a
 mixture.
 
-1. Changes are entries of the job's ledger. A launch has those that existed when it began, so that
-   all of its ranks have the same; changed weights come into force while it reads, at a place that
-   no rank has passed.
+1. Changes are entries of the job's ledger. A launch applies those that existed when it began, so
+   that all of its ranks apply the same ones. Only changed weights take effect during a launch, at a
+   position that no rank has passed.
 2. A skip applies to one order of rows, and a tombstone to one layout of the dataset and one view of
-   its rows: they say nothing about others.
+   its rows. If the order or the layout differs, the change is ignored.
 3. Positions are never renumbered. All ranks pass over a skipped position at the same place.
 """
 
@@ -28,26 +28,26 @@ from dataplane.model.records import DatasetIdentity, End, MixHistory, ShareChang
 
 SKIP, TOMBSTONE, MIX = "skip", "tombstone", "mix"
 WEIGHTS = "weights"
-"""The kind of entries that say with which weights members read; no change, but what came of it."""
+"""Entries that record with which weights members read: the effect of a change, not a change."""
 QUARANTINE = "quarantine"
-"""The kind of entries that name rows whose images cannot be decoded; likewise."""
+"""Entries that record rows whose images cannot be decoded: a record, not a change."""
 
 Range = tuple[int, int]
 
 
 class Gaps(Struct, frozen=True):
-    """The skipped positions of one epoch, as ranges (begin, end) that rise and do not touch. All
-    other positions are *live*, and counted from 0 by their live index.
+    """The skipped positions of one epoch, as ranges (begin, end) in ascending order with at least
+    one position between them. All other positions are *live*; a live index counts only these.
     """
 
     ranges: tuple[Range, ...] = ()
 
     def live(self, position: int) -> int:
-        """How many live positions are before this one."""
+        """Count the live positions before this one."""
         return position - sum(min(position, end) - begin for begin, end in self._before(position))
 
     def place(self, live: int) -> int:
-        """The position with this live index."""
+        """Return the position with this live index."""
         for begin, end in self.ranges:
             if live < begin:
                 break
@@ -55,11 +55,11 @@ class Gaps(Struct, frozen=True):
         return live
 
     def after(self, position: int, count: int) -> int:
-        """Where the next `count` live positions end, from this one on."""
+        """Return where the next `count` live positions end, counted from this position."""
         return self.place(self.live(position) + count - 1) + 1 if count else position
 
     def pieces(self, first: int, stop: int) -> list[Range]:
-        """The positions with the live indices from `first` up to `stop`, as ranges."""
+        """Return the positions with the live indices from `first` to `stop`, as ranges."""
         found: list[Range] = []
         while first < stop:
             begin = self.place(first)
@@ -77,17 +77,17 @@ NO_GAPS = Gaps()
 
 
 def step_count(rows: int, global_batch: int, end: End) -> int:
-    """How many steps so many rows make on one rank."""
+    """Count the steps that one rank makes of this many rows."""
     return rows // global_batch if end is End.DROP else -(-rows // global_batch)
 
 
 class EpochSteps(Struct, frozen=True):
     """The steps of an epoch from a cursor on, as all ranks count them.
 
-    If `joins`, a ragged last step with fewer rows than there are ranks joins the step before, so
-    that no rank has an empty batch. It does not if that step begins before `weights_from`, the last
-    position of the epoch at which the weights of a mixture change: some ranks may have read it
-    before the present end of the epoch was known.
+    If `joins`, a ragged last step with fewer rows than there are ranks is joined to the step before
+    it, so that no rank has an empty batch. This is not done if that step begins before
+    `weights_from`, the last position of the epoch at which the weights of a mixture change: some
+    ranks may have read the step already, when the epoch still ended elsewhere.
     """
 
     sample_count: int
@@ -111,8 +111,8 @@ class EpochSteps(Struct, frozen=True):
         gaps: Gaps = NO_GAPS,
         mix: MixHistory | None = None,
     ) -> EpochSteps:
-        """The steps of a job's epoch, with the weights of `mix`. Two padded batches cannot be
-        joined, so of these some ranks get an empty one.
+        """Return the steps of a job's epoch, with the weights of `mix`. Padded batches cannot be
+        joined, so some ranks may get an empty last batch.
         """
         return cls(
             sample_count, cursor, spec.global_batch, spec.end, dp_size, gaps,
@@ -121,12 +121,12 @@ class EpochSteps(Struct, frozen=True):
 
     @property
     def left(self) -> int:
-        """How many samples come after the cursor."""
+        """The number of samples after the cursor."""
         return self.gaps.live(self.sample_count) - self.gaps.live(self.cursor)
 
     @property
     def count(self) -> int:
-        """Steps from the cursor to the end of the epoch."""
+        """The number of steps from the cursor to the end of the epoch."""
         left, live = self.left, self.gaps.live
         count = step_count(left, self.global_batch, self.end)
         may_join = self.joins and self.end is End.RAGGED and count > 1
@@ -136,17 +136,17 @@ class EpochSteps(Struct, frozen=True):
         return count - (begin >= live(self.weights_from))
 
     def live_count(self, steps: int) -> int:
-        """How many live positions these many steps have, padding included."""
+        """Count the live positions of this many steps, padding included."""
         whole, left = steps * self.global_batch, self.left
         may_join = self.end is End.RAGGED and left - self.dp_size < whole < left
         return left if may_join and steps >= self.count else whole
 
     def begin(self, step: int) -> int:
-        """Where a step begins in the epoch; also of a step beyond the last one."""
+        """Return where a step begins in the epoch; also for a step beyond the last one."""
         return self.gaps.place(self.gaps.live(self.cursor) + self.live_count(step))
 
     def after(self, steps: int) -> int:
-        """The cursor after so many steps."""
+        """Return the cursor after this many steps."""
         return self.gaps.after(self.cursor, min(self.left, self.live_count(steps)))
 
     def check_ranks(self, epoch: int) -> None:
@@ -158,7 +158,7 @@ class EpochSteps(Struct, frozen=True):
         if self.end is not End.RAGGED or not self.joins or not 0 < left < ranks:
             return
         if self.cursor:
-            state = f"behind position {self.cursor}, epoch {epoch} has"
+            state = f"after position {self.cursor}, epoch {epoch} has"
             remedy = f"resume on fewer ranks, or begin the next epoch with set_epoch({epoch + 1})"
         else:
             state = f"epoch {epoch} has"
@@ -179,8 +179,8 @@ class Skip(Struct, frozen=True, order=True):
 
 
 class Tombstone(Struct, frozen=True, order=True):
-    """A row of a shard of a source that was taken out; all count from 0. `of_view` is the row's
-    number among those of its block that the view of the job leaves; None if it leaves the first.
+    """A row of a shard of a source that was removed; all numbers are 0-based. `of_view` is the
+    row's number among the rows of its block that are in the job's view, or None for the first one.
     """
 
     shard: Unsigned
@@ -190,8 +190,8 @@ class Tombstone(Struct, frozen=True, order=True):
 
     @property
     def numbers(self) -> list[int]:
-        """The form that ledgers have: shard and row, and every other field with another value than
-        its default.
+        """Return the form that ledgers store: shard and row, then every other field whose value is
+        not its default.
         """
         if self.of_view is not None:
             return [self.shard, self.row, self.source, self.of_view]
@@ -199,8 +199,8 @@ class Tombstone(Struct, frozen=True, order=True):
 
 
 class TakenDocument(Struct, frozen=True, order=True):
-    """A row of a block whose rows are packed, if it was taken out, and the key with which another
-    one is found to stand in its place.
+    """A removed row of a block whose rows are packed, and the key of the hash that chooses the row
+    that replaces it.
     """
 
     row: Unsigned
@@ -208,13 +208,13 @@ class TakenDocument(Struct, frozen=True, order=True):
 
 
 class Changes(Struct, frozen=True):
-    """All changes of a launch, sorted."""
+    """All changes that one launch applies, sorted."""
 
     skips: tuple[Skip, ...] = ()
     tombstones: tuple[Tombstone, ...] = ()
 
     def gaps(self, epoch: int) -> Gaps:
-        """The skipped positions of an epoch."""
+        """Return the skipped positions of an epoch."""
         found: list[Range] = []
         for skip in self.skips:
             if skip.epoch != epoch or skip.begin >= skip.end:
@@ -226,8 +226,9 @@ class Changes(Struct, frozen=True):
         return Gaps(tuple(found))
 
     def rows_digest(self, digest: str) -> str:
-        """16 hex digits over what decides which rows stand where: `digest` if no row was taken out.
-        Skips do not count, since a digest covers the ranges that were read.
+        """Return 16 hex digits over what decides which rows are at which positions: `digest` itself
+        if no row was removed. Skips are not included, since a state's digest covers the ranges
+        read.
         """
         if not self.tombstones:
             return digest
@@ -235,7 +236,7 @@ class Changes(Struct, frozen=True):
         return hashlib.blake2b(f"{digest}:{rows}".encode(), digest_size=8).hexdigest()
 
     def job_digest(self, digest: str) -> str:
-        """A name for a job with this digest and these changes; `digest` without any."""
+        """Return a name for a job with this digest and these changes; `digest` if none."""
         if not self.skips and not self.tombstones:
             return digest
         skips = canonical([[one.epoch, one.begin, one.end] for one in self.skips])
@@ -244,8 +245,8 @@ class Changes(Struct, frozen=True):
 
 
 class ReplacedRow(Struct, frozen=True):
-    """A row that has an image that cannot be decoded, and the row of the same block that was
-    gathered in its place. Both are counted in the shard, or in what a view has of it.
+    """A row whose image cannot be decoded, and the row of the same block that was delivered in its
+    place. Both numbers are relative to the shard, or to the shard's rows in the job's view.
     """
 
     url: str
@@ -256,7 +257,9 @@ class ReplacedRow(Struct, frozen=True):
 
 
 class MixAt(Struct, frozen=True):
-    """Other weights of a mixture's sources, by name, from this place on: entry `seq` says so."""
+    """New weights of a mixture's sources, by name, from this position on, as ledger entry `seq`
+    sets them.
+    """
 
     seq: int
     position: LedgerPosition
@@ -264,20 +267,20 @@ class MixAt(Struct, frozen=True):
 
 
 def order_key(spec: JobSpec, dataset: DatasetIdentity) -> str:
-    """The name of the order that a skip holds for: what decides which row is at each position."""
+    """Return the name of the order that a skip applies to: what decides each position's row."""
     return structs.replace(spec, global_batch=1).rows_digest(dataset.layout)
 
 
 def dataset_of(spec: JobSpec, identity: DatasetIdentity | None) -> DatasetIdentity:
-    """The dataset of a job whose coordinator may have been told only its fingerprint."""
+    """Return the job's dataset; a coordinator may know nothing but its fingerprint."""
     return identity or DatasetIdentity(spec.fingerprint, spec.fingerprint)
 
 
 def rows_layout(spec: JobSpec, dataset: DatasetIdentity) -> str:
-    """A name for the rows that tombstones hold for: of the layout of the dataset, the names of
-    sources, and the rows of their views. A condition may find other rows in a shard that was
-    changed in place, so that rows of a view have other numbers there: with one, also of the content
-    of the dataset.
+    """Return a name for the numbering of rows that tombstones refer to. It covers the layout of the
+    dataset, the names of sources, and their views. If a view has a condition, it also covers the
+    dataset's content: in a shard that was changed in place, the condition may select other rows,
+    and the rows of the view would have other numbers.
     """
     sources = [("", spec.view)]
     if spec.mixture is not None:
@@ -294,14 +297,14 @@ def rows_layout(spec: JobSpec, dataset: DatasetIdentity) -> str:
 
 
 def skip_payload(skip: Skip, spec: JobSpec, dataset: DatasetIdentity) -> str:
-    """The payload of a skip's entry."""
+    """Return the payload of a skip's entry."""
     first, stop = skip.begin // spec.global_batch, -(-skip.end // spec.global_batch)
     facts = {"begin": skip.begin, "end": skip.end, "order": order_key(spec, dataset)}
     return canonical({**facts, "steps": f"{first}:{stop}", "global_batch": spec.global_batch})
 
 
 def tombstone_payload(rows: Iterable[Tombstone], spec: JobSpec, dataset: DatasetIdentity) -> str:
-    """The payload of an entry that takes these rows out."""
+    """Return the payload of an entry that removes these rows."""
     facts: dict[str, Any] = {"rows": [one.numbers for one in rows]}
     if spec.mixture is not None:
         facts["sources"] = [source.name for source in spec.mixture.sources]
@@ -309,14 +312,14 @@ def tombstone_payload(rows: Iterable[Tombstone], spec: JobSpec, dataset: Dataset
 
 
 def quarantine_payload(rows: Iterable[ReplacedRow]) -> str:
-    """The payload of an entry that names rows which cannot be decoded."""
+    """Return the payload of an entry that names rows which cannot be decoded."""
     return canonical({"rows": [msgspec.to_builtins(one) for one in rows]})
 
 
 def quarantined_rows(entry: LedgerEntry) -> list[tuple[str, int]]:
-    """The shard and the row of each row that such an entry names.
+    """Return the shard and the row of each row that a quarantine entry names.
 
-    Raises:  ConfigError: it is damaged.
+    Raises:  ConfigError: the entry is damaged.
     """
     try:
         return [(str(one["url"]), int(one["row"])) for one in facts_of(entry)["rows"]]
@@ -327,7 +330,7 @@ def quarantined_rows(entry: LedgerEntry) -> list[tuple[str, int]]:
 def mix_payload(
     request: str, weights: dict[str, float], spec: JobSpec, dataset: DatasetIdentity
 ) -> str:
-    """The payload of an entry of other weights."""
+    """Return the payload of an entry that sets new weights."""
     facts = {"request": request, "weights": weights, "order": order_key(spec, dataset)}
     return canonical({**facts, "global_batch": spec.global_batch})
 
@@ -335,8 +338,8 @@ def mix_payload(
 def weights_entry(
     before: MixHistory, after: MixHistory, names: Sequence[str]
 ) -> tuple[LedgerPosition, str]:
-    """The place from which on the weights of a job are others than before, or its start if they are
-    not, and the payload of an entry that says them: shares by name, from there on.
+    """Return the position from which the weights differ from `before` (the job's start if they do
+    not), and the payload of the entry that records them: shares by name, from there on.
     """
     pairs = itertools.zip_longest(before.changes, after.changes)
     differing = next((pair for pair in pairs if pair[0] != pair[1]), after.changes[:1])
@@ -358,8 +361,8 @@ def _shares_by_name(change: ShareChange, names: Sequence[str]) -> dict[str, floa
 def in_force(
     entries: Iterable[LedgerEntry], spec: JobSpec, dataset: DatasetIdentity, last: int | None = None
 ) -> tuple[LedgerEntry, ...]:
-    """The changes among these entries that a launch of this job has; with `last`, those up to the
-    entry with this number.
+    """Return those of these entries that are changes and apply to a launch of this job; with
+    `last`, only those up to the entry with this number.
     """
     return _holding([one for one in entries if one.kind in (SKIP, TOMBSTONE)], spec, dataset, last)
 
@@ -367,7 +370,7 @@ def in_force(
 def mixes_in_force(
     entries: Iterable[LedgerEntry], spec: JobSpec, dataset: DatasetIdentity
 ) -> tuple[LedgerEntry, ...]:
-    """The entries of other weights among these that hold for this job."""
+    """Return those of these entries that set weights for this job."""
     return _holding([one for one in entries if one.kind == MIX], spec, dataset)
 
 
@@ -394,8 +397,8 @@ def changes_at(
     reached: LedgerPosition,
     place: LedgerPosition,
 ) -> Changes:
-    """The changes of the launch that read this place last, or that will read it: the present one
-    of a running job, or else the next one. `reached` is how far the job is.
+    """Return the changes of the launch that reads this place: the present launch if the job is
+    running and has not passed the place, otherwise the next one. `reached` is how far the job is.
     """
     launches = [one for one in entries if one.kind in ("start", "end")]
     is_running = bool(launches) and launches[-1].kind == "start"
@@ -409,22 +412,22 @@ def changes_at(
 def check_unchanged(
     job_id: str, known: tuple[LedgerEntry, ...], found: tuple[LedgerEntry, ...]
 ) -> None:
-    """Check that a member that joins again finds the changes that it had.
+    """Check that a member that joins again gets the changes that it had.
 
-    Raises:  ConfigError: it began before a change that its job has now.
+    Raises:  ConfigError: the job has a change now that was made after the member began.
     """
     if changes_of(known) != changes_of(found):
         raise ConfigError(
-            f"steps or rows of job {job_id!r} were taken out (`dataplane ledger show`) while this "
-            "rank was away, and it has begun without knowing: stop this launch, and resume the job "
-            "from its checkpoint",
+            f"steps or rows of job {job_id!r} were removed (`dataplane ledger show` lists them) "
+            "while this rank was away, and the rank began without these changes: stop this launch, "
+            "and resume the job from its checkpoint",
             job=job_id,
         )
 
 
 @functools.lru_cache(64)
 def changes_of(entries: tuple[LedgerEntry, ...]) -> Changes:
-    """The changes that these entries say.
+    """Parse the changes in these entries.
 
     Raises:  ConfigError: an entry is damaged.
     """
@@ -443,9 +446,9 @@ def changes_of(entries: tuple[LedgerEntry, ...]) -> Changes:
 
 
 def mix_of_entry(entry: LedgerEntry) -> MixAt:
-    """The weights that an entry says.
+    """Parse the weights in an entry.
 
-    Raises:  ConfigError: it is damaged.
+    Raises:  ConfigError: the entry is damaged.
     """
     try:
         weights = {str(name): float(one) for name, one in facts_of(entry)["weights"].items()}
@@ -455,17 +458,18 @@ def mix_of_entry(entry: LedgerEntry) -> MixAt:
 
 
 def last_of(entries: Sequence[LedgerEntry], kind: str) -> int:
-    """The number of the last entry of this kind, 0 if there is none."""
+    """Return the number of the last entry of this kind, 0 if there is none."""
     return next((one.seq for one in reversed(entries) if one.kind == kind), 0)
 
 
 def last_change_of(start: LedgerEntry) -> int:
-    """The number of the last change that a launch has, from the entry of its start."""
+    """Return the number of the last change that a launch applies, from the entry of its start."""
     return number_of(start, "last_change", 0)
 
 
 def number_of(entry: LedgerEntry, name: str, least: int) -> int:
-    """A number that an entry says, which has to be at least this; this, if it does not say it.
+    """Return the number with this name in an entry, which must be at least `least`; `least` if the
+    entry does not have it.
 
     Raises:  ConfigError: the entry is damaged.
     """
@@ -476,9 +480,9 @@ def number_of(entry: LedgerEntry, name: str, least: int) -> int:
 
 
 def facts_of(entry: LedgerEntry) -> dict[str, Any]:
-    """The facts in an entry's payload.
+    """Parse the payload of an entry.
 
-    Raises:  ConfigError: it is damaged.
+    Raises:  ConfigError: the entry is damaged.
     """
     facts = json.loads(entry.payload)
     if not isinstance(facts, dict):
@@ -488,7 +492,7 @@ def facts_of(entry: LedgerEntry) -> dict[str, Any]:
 
 def _damaged(entry: LedgerEntry) -> ConfigError:
     return ConfigError(
-        f"entry {entry.seq} of the ledger ({entry.kind}) is damaged: {entry.payload:.160}: "
-        "`dataplane ledger verify` checks all of them",
+        f"entry {entry.seq} of the ledger ({entry.kind}) is damaged: {entry.payload:.160}: run "
+        "`dataplane ledger verify` to check all entries",
         field="entries",
     )

@@ -28,24 +28,24 @@ from dataplane.model.records import (
 
 # -- mixture -----------------------------------------------------------------------------------
 #
-# The spec of a job that mixes several datasets, with every default filled in.
+# The spec of a job that mixes several datasets. Nothing in it is left to a default: it is complete.
 
 SOURCES_MAX = 1024
 
 
 def check_source_count(count: int) -> None:
-    """Raises:  ConfigError: a mixture cannot have so many sources."""
+    """Raises:  ConfigError: a mixture cannot have this number of sources."""
     if not 1 <= count <= SOURCES_MAX:
         raise ConfigError(
-            f"a mixture of {count} sources: 1 to {SOURCES_MAX} are possible. One source may have"
-            " any number of urls",
+            f"a mixture has 1 to {SOURCES_MAX} sources, not {count}; to mix more shards, give one"
+            " source several urls",
             field="sources",
         )
 
 
 class SourceSpec(Struct, frozen=True):
-    """One source of a mixture. `share` is its share of the samples in units of 2**-32 when the job
-    begins, and `passes_max` how often one epoch may read it, 0 for no limit.
+    """One source of a mixture. `share` is its share of the samples when the job begins, in units of
+    2**-32. `passes_max` is how often one epoch may read the source; 0 means no limit.
     """
 
     name: str
@@ -58,12 +58,14 @@ class SourceSpec(Struct, frozen=True):
 
 
 class MixtureSpec(Struct, frozen=True):
-    """The datasets that a job mixes. `length` is that of an epoch in samples, 0 for one that
-    follows from `exhausted`; `batch` consecutive samples are of one source. `source_column` is the
-    column that names the source of each sample by its index; "" for none. `tokens` is the length as
-    it was asked for, if that was in tokens: `length` then follows from the first shares. `schedule`
-    has the shares that were asked for in advance, and `changes` are those of the job, from where
-    each takes effect.
+    """The datasets that a job mixes.
+
+    `length` is the length of an epoch in samples; 0 means that it follows from `exhausted`. With
+    `unit` BATCH, each run of `batch` samples comes from one source. `source_column` is the column
+    that has the index of each sample's source, or "" for none. `tokens` is the length that the user
+    gave in tokens, if so; `length` is then computed from the first shares. `schedule` has the
+    shares that the user scheduled in advance, and `changes` has those set while the job runs, each
+    with the position where it takes effect.
     """
 
     sources: tuple[SourceSpec, ...]
@@ -77,7 +79,7 @@ class MixtureSpec(Struct, frozen=True):
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """The shares with which the job begins."""
+        """The shares at the beginning of the job."""
         return tuple(source.share for source in self.sources)
 
     @property
@@ -86,14 +88,15 @@ class MixtureSpec(Struct, frozen=True):
         return MixHistory((ShareChange(0, 0, self.shares), *self.changes), self.length)
 
     def with_history(self, history: MixHistory) -> MixtureSpec:
-        """The same mixture with other shares."""
+        """Return the same mixture with other shares."""
         first, *changes = history.changes
         pairs = zip(self.sources, first.shares, strict=True)
         sources = tuple(replace(source, share=share) for source, share in pairs)
         return replace(self, sources=sources, length=history.length, changes=tuple(changes))
 
 
-# The build reads the version here. Clients, nodes and coordinators of a service must have the same.
+# The build reads the version here. Trainers, nodes and coordinators of a service must have the
+# same.
 VERSION = "0.1.0"
 PROTOCOL_VERSION = 6
 # The order of samples that docs/order.md specifies. States and digests of shuffled jobs contain it.
@@ -109,14 +112,15 @@ _STALL_SHARE = 0.75
 
 
 class JobSpec(Struct, frozen=True):
-    """Everything that decides which samples a job yields, in which order and form. Compared at
-    every join.
+    """Everything that decides which samples a job yields, in which order and form. Every rank that
+    joins a job must have an equal spec.
 
-    `fingerprint` is the manifest's. `transforms` are the image steps of the columns of images.
-    `column_options` decide the form of all columns. `ramp` follows from the manifest, lanes and
-    window. `view` decides which rows it has, and what functions make of them. With a `mixture`, the
-    job reads several datasets, each with its own window, ramp and view, and `fingerprint` covers
-    all of theirs. A loader sends it to its node as it is, and the node fills in the defaults.
+    `fingerprint` is the manifest's. `transforms` are the image steps of the image columns.
+    `column_options` decide the form of all columns. `ramp` is computed from the manifest, lanes and
+    window. `view` decides which rows the job reads, and which functions change them. With a
+    `mixture`, the job reads several datasets, each with its own window, ramp and view, and
+    `fingerprint` covers all of them. A loader sends its spec unchanged to the node, which fills in
+    the defaults.
     """
 
     fingerprint: str
@@ -133,25 +137,25 @@ class JobSpec(Struct, frozen=True):
     mixture: MixtureSpec | None = None
 
     def digest(self) -> str:
-        """32 hex digits over everything but `global_batch` and the weights of a mixture, and the
-        version of the order if the job is shuffled.
+        """Return 32 hex digits over everything but `global_batch` and the weights of a mixture; if
+        the job is shuffled, also over the version of the order.
 
-        The cursor counts samples, so a run may be resumed with another global batch, and a state
-        has the weights of its run. Every other difference would change what the remaining samples
-        are, or how they look. A new field with a default, here or in a value that this one
-        contains, changes no digest by itself: see `_FIRST_FIELDS`.
+        A saved state is valid only for a spec with the same digest. Its cursor counts samples, so a
+        run may be resumed with another global batch, and the state itself has the weights. Every
+        other difference would change the remaining samples or their form. A new field with a
+        default, here or in a value that this one contains, changes no digest: see `_FIRST_FIELDS`.
         """
         fields = _digested(self)
         del fields["global_batch"]
         if self.has_versioned_order:
             fields["order"] = ORDER_VERSION
-        # In the first version these were fields of the spec itself.
+        # When digests were first saved, these were fields of the spec itself.
         fields |= fields.pop("column_options")
         return _hashed(fields, 16)
 
     @property
     def has_versioned_order(self) -> bool:
-        """Whether another version of the order would have the samples at other places."""
+        """Whether the positions of samples depend on the version of the order."""
         return self.shuffle or self.mixture is not None
 
     @property
@@ -162,8 +166,8 @@ class JobSpec(Struct, frozen=True):
 
     @property
     def joint_digest(self) -> str:
-        """32 hex digits over what all ranks of a launch must have in common: what their slabs have,
-        and the weights that were asked for.
+        """Return 32 hex digits over what all ranks of a launch must have in common: the contents of
+        their slabs, and the weights that the user gave.
         """
         if self.mixture is None:
             return self.slabs_digest
@@ -171,9 +175,10 @@ class JobSpec(Struct, frozen=True):
 
     @property
     def slabs_digest(self) -> str:
-        """32 hex digits over what slabs of the same rows depend on: the digest, and whether other
-        rows take the places of images that cannot be decoded. The digest is without the latter, so
-        that a run that has met such an image may go on from its last state.
+        """Return 32 hex digits over what the bytes of a slab depend on besides its rows: the
+        digest, and whether images that cannot be decoded are replaced. `digest` does not cover the
+        latter, so that a run that failed at such an image can be resumed with
+        `bad_images="replace"`.
         """
         return _hashed([self.digest(), REPLACE], 16) if self.replaces_images else self.digest()
 
@@ -186,7 +191,7 @@ class JobSpec(Struct, frozen=True):
 
     @property
     def asked_weights(self) -> str:
-        """16 hex digits over the weights of a mixture and their schedule, as the job begins with
+        """Return 16 hex digits over the weights of a mixture and their schedule, as the user gave
         them; "" without a mixture.
         """
         if self.mixture is None:
@@ -194,8 +199,9 @@ class JobSpec(Struct, frozen=True):
         return _hashed([self.mixture.shares, _digested(self.mixture.schedule)], 8)
 
     def rows_digest(self, layout: str) -> str:
-        """16 hex digits over everything that decides which rows of a dataset with this layout stand
-        in which global batches, but for the weights of a mixture. The form of the columns does not.
+        """Return 16 hex digits over everything that decides which rows of a dataset with this
+        layout are in which global batches, except the weights of a mixture. The form of the columns
+        is not covered.
         """
         view = structs.replace(self.view, map="", collate="")
         fields = _digested(
@@ -211,11 +217,12 @@ class JobSpec(Struct, frozen=True):
         return _hashed(fields, 8)
 
     def facts(self) -> dict[str, Fact]:
-        """The facts about the job in a saved state: each option that is not the default, by name.
+        """Return the facts about the job in a saved state: each option that is not its default, by
+        name.
 
-        Numbers, flags and short texts are stored unchanged, longer values as "#" and 16 hex digits
-        of their hash. The dataset's fingerprint and `global_batch` are left out. An option takes at
-        most about 50 bytes.
+        Numbers, flags and short texts are stored unchanged; a longer value is stored as "#" and 16
+        hex digits of its hash, so that an option takes about 50 bytes at most. The dataset's
+        fingerprint and `global_batch` are left out.
         """
         return {
             name: _fact(value)
@@ -224,7 +231,7 @@ class JobSpec(Struct, frozen=True):
         }
 
     def values(self) -> dict[str, str]:
-        """The texts of those facts that are hashes, for errors; of very long ones the beginning."""
+        """Return the text of each fact that is stored as a hash, for errors; long ones are cut."""
         texts = {
             name: text_of(value)
             for name, (value, default) in self.options().items()
@@ -237,19 +244,19 @@ class JobSpec(Struct, frozen=True):
         }
 
     def options(self) -> dict[str, tuple[Any, Any]]:
-        """(value, default) of every option by name, including the options of contained values."""
+        """Return (value, default) of every option by name, including those of contained values."""
         found = dict(_options(self))
         del found["fingerprint"], found["global_batch"]
-        # A state has these in its history.
+        # A state stores the weights in its history instead.
         del found["weights"], found["schedule"]
         del found["bad_images"]  # it may change from one part of a run to the next
         return found
 
     def differences(self, other: JobSpec) -> tuple[tuple[str, str, str], ...]:
-        """(field, mine, other's) for every field that differs. Column options are listed one by
-        one; for transforms, only the differing parts are shown.
+        """Return (field, mine, other's) for every field that differs. Column options are listed
+        separately; for transforms, only the differing parts are shown.
         """
-        if self == other:  # as nearly always, and asked for by each rank
+        if self == other:  # nearly always; every rank that joins makes this comparison
             return ()
         others = {name: value for name, (value, _) in _options(other)}
         return tuple(
@@ -257,7 +264,7 @@ class JobSpec(Struct, frozen=True):
             if name == "transforms"
             else (name, str(mine), str(others[name]))
             for name, (mine, _) in _options(self)
-            # A length in samples is none if it follows from one in tokens.
+            # The length of an epoch in samples is no difference if both gave the same in tokens.
             if name in others and mine != others[name] and _told(mine) != _told(others[name])
         )
 
@@ -268,7 +275,7 @@ def _first_fields(cls: type[Struct], count: int) -> frozenset[str]:
 
 # The fields that each class had when digests that contain it were first saved. They are part of
 # every digest. A field that was added later is left out while it has its default, so that older
-# checkpoints stay valid. Never change these: tests/test_digests.py has digests of each.
+# checkpoints stay valid. Never change this table: tests/test_digests.py has digests of each class.
 _FIRST_FIELDS: Mapping[type, frozenset[str]] = {
     JobSpec: frozenset(
         (
@@ -290,8 +297,8 @@ _FIRST_FIELDS: Mapping[type, frozenset[str]] = {
 }
 
 
-# How much is read of each source changes while a job runs, and is in the history of its state. What
-# becomes of images that cannot be decoded may change when a job is resumed.
+# Fields that may change during a run, and so are part of no digest. The weights of a mixture are
+# saved in the history of a state; the treatment of bad images may change when a job is resumed.
 _CHANGING: Mapping[type, frozenset[str]] = {
     MixtureSpec: frozenset(("schedule", "changes")),
     SourceSpec: frozenset(("share",)),
@@ -300,7 +307,9 @@ _CHANGING: Mapping[type, frozenset[str]] = {
 
 
 def _digested(value: Any) -> Any:
-    """A value as a digest sees it: Structs as dicts, without later fields at their default."""
+    """Convert a value to the form that digests cover: Structs as dicts, without fields that were
+    added later and have their default.
+    """
     if isinstance(value, tuple):
         return [_digested(part) for part in value]
     if not isinstance(value, Struct):
@@ -325,14 +334,14 @@ def _json(value: Any) -> str:
 
 
 def _told(value: Any) -> str:
-    """A key for comparison: equal for equal values, also if they contain NaN, which is not equal to
+    """Return a key that is equal for equal values, also if they contain NaN, which does not equal
     itself.
     """
     return _json(_digested(value))
 
 
 def text_of(value: Any) -> str:
-    """An option as text: a string itself, or else JSON."""
+    """Return an option as text: a string unchanged, everything else as JSON."""
     return str(value) if isinstance(value, str) else _json(_digested(value))
 
 
@@ -359,7 +368,7 @@ def _options(value: Any) -> Iterator[tuple[str, tuple[Any, Any]]]:
 
 
 def _mixture_options(mixture: MixtureSpec | None) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """Return the options of mixed datasets, by name; the datasets themselves are no options."""
+    """Yield the options of a mixture by name, without the datasets themselves."""
     of = mixture or MixtureSpec(())
     names = tuple(source.name for source in of.sources)
     yield "sources", (names, ())
@@ -380,7 +389,7 @@ def _defaults_of(value: Struct) -> Mapping[str, Any]:
 
 @functools.cache
 def _defaults(cls: Any) -> Mapping[str, Any]:
-    """The declared default of each field, or NODEFAULT, which equals no value."""
+    """Return the declared default of each field, or NODEFAULT, which equals no value."""
     return {
         each.name: each.default if each.default_factory is NODEFAULT else each.default_factory()
         for each in structs.fields(cls)
@@ -388,7 +397,7 @@ def _defaults(cls: Any) -> Mapping[str, Any]:
 
 
 def _images_shown(images: tuple[ImageSpec, ...], others: tuple[ImageSpec, ...]) -> str:
-    """The differences from the others, such as "jpg: flip=0.5, dtype=float32"."""
+    """Return the differences from the others as text, such as "jpg: flip=0.5, dtype=float32"."""
     by_column = {image.column: image for image in others}
     shown = []
     for image in images:
@@ -403,8 +412,8 @@ def _images_shown(images: tuple[ImageSpec, ...], others: tuple[ImageSpec, ...]) 
 
 
 class PeerTls(Struct, frozen=True):
-    """The encryption of data connections: paths of PEM files, and the URIs that certificates of
-    other nodes may have; () for all.
+    """The TLS settings of data connections between nodes: paths of PEM files, and the URIs that
+    other nodes' certificates may have (empty: any URI).
     """
 
     cert: str
@@ -414,7 +423,7 @@ class PeerTls(Struct, frozen=True):
 
 
 def _lists(entry: str, module: str, path: str) -> bool:
-    """Whether an entry of allowed_functions has this function of this module."""
+    """Return whether an entry of allowed_functions permits this function of this module."""
     listed, colon, function = entry.partition(":")
     if function:
         return (listed, function) == (module, path)
@@ -425,15 +434,16 @@ def _lists(entry: str, module: str, path: str) -> bool:
 
 
 class NodeConfig(Struct, frozen=True):
-    """One cache node. Budgets are hard, in bytes; times are in seconds. There are `worker_count`
-    workers, and up to `worker_count_max` if more of them help. Each may take
-    `worker_memory_bytes`, and up to `worker_memory_bytes_max` for a dataset with large blocks.
-    `cache_bytes` of its disk, in `cache_dir`, may have blocks; none if that is 0.
-    `allowed_urls` are the prefixes of what it opens, with spaces between them; "" for all. An
-    embedded node opens what its trainer could open. `allowed_functions` are the
-    modules whose functions its workers call for jobs, and single functions, with spaces between
-    them; "" for none. With `peer_tls`, data connections are encrypted with the files `tls_cert`,
-    `tls_key` and `tls_ca`; `tls_peers` has spaces between URIs.
+    """The settings of one node. Sizes are in bytes and are hard limits; times are in seconds.
+
+    There are `worker_count` workers, and up to `worker_count_max` if more of them help. Each may
+    use `worker_memory_bytes`, and up to `worker_memory_bytes_max` for a dataset with large blocks.
+    Blocks may take `cache_bytes` of disk space in `cache_dir`; 0 means that no blocks are stored.
+    `allowed_urls` are the url prefixes that the node may open, separated by spaces; "" allows all.
+    An embedded node may open what its trainer could open. `allowed_functions` are the modules and
+    single functions that its workers may call for jobs, separated by spaces; "" allows none. With
+    `peer_tls`, data connections are encrypted with the files `tls_cert`, `tls_key` and `tls_ca`;
+    `tls_peers` are the permitted URIs, separated by spaces.
     """
 
     cache_dir: str
@@ -465,14 +475,14 @@ class NodeConfig(Struct, frozen=True):
 
     @property
     def data_tls(self) -> PeerTls | None:
-        """The encryption of its data connections, if any. An embedded node has none."""
+        """Return the TLS settings of its data connections; None for an embedded node."""
         if not self.peer_tls or self.embedded:
             return None
         return PeerTls(self.tls_cert, self.tls_key, self.tls_ca, tuple(self.tls_peers.split()))
 
     @property
     def worker_count_most(self) -> int:
-        """How many workers it may have at most."""
+        """The largest number of workers that it may have."""
         return max(self.worker_count, self.worker_count_max)
 
     @property
@@ -481,19 +491,19 @@ class NodeConfig(Struct, frozen=True):
         return self.worker_count_most > 0
 
     def allows_function(self, name: str) -> bool:
-        """Whether its operator lists the function of this name: a module, what is below a
-        package, or this very function.
+        """Return whether its operator permits the function of this name. An entry is a module, a
+        package (which permits everything below it) or a single function.
         """
         module, _, path = name.partition(":")
         parts = (*module.split("."), path)
-        # __main__ of a package is a program, which runs when it is imported.
+        # A package's __main__ is a program, which would run when it is imported.
         if not all(part.isidentifier() and not part.startswith("__") for part in parts):
             return False
         return any(_lists(entry, module, path) for entry in self.allowed_functions.split())
 
     @property
     def task_timeout_s(self) -> float:
-        """How long one task may take. It is less than `stall_timeout_s`, so that a stuck task is
-        ended, with an error that names its block, before trainers report a stall.
+        """The longest time that one task may take. It is shorter than `stall_timeout_s`, so that a
+        stuck task is ended, with an error that names its block, before trainers report a stall.
         """
         return _STALL_SHARE * self.stall_timeout_s

@@ -9,7 +9,7 @@ DataplaneError
 ├─ ClosedError            you closed it, then used it
 ├─ PeerLost               the other side went away
 │  ├─ NotWrittenError      the coordinator cannot write its database now, such as to a full disk
-│  └─ NeighbourGone        a neighbour did not send a block or a slab: it comes from elsewhere
+│  └─ NeighbourGone        another node did not send a block or slab: get it elsewhere
 ├─ LeaseError
 │  ├─ LeaseExpired        join again
 │  └─ LeaseFenced         a newer generation took your place: stop, or join again
@@ -23,15 +23,15 @@ DataplaneError
 ├─ CorruptShard           never retried: shard, byte offset, expected, found
 │  ├─ ImageError          an image cannot be decoded: shard, row, column
 │  └─ SchemaMismatch      a shard's schema differs from the dataset's
-├─ NotKept                a node's disk does not have a block: it is read elsewhere
+├─ NotKept                a node's disk does not have a block: read it elsewhere
 ├─ FunctionError          your map or collate function failed: function, shard, block or step
 ├─ RowOutOfBounds         a row lies outside its block or slab: a bug in Dataplane, report it
 └─ DataStallError         no batch within the deadline: stage, shard, node, last error
 
-The nouns of an error (shard, offset, field, …) are keyword arguments and become attributes. An
-error is sent between processes as class name, message and nouns, never as a pickle. Nouns that a
-class declares and that are not given are None. Neither the message nor a noun ever contains a
-password or a signature from a url.
+The details of an error (shard, offset, field, …) are its *nouns*: keyword arguments that become
+attributes. An error is sent between processes as class name, message and nouns, never as a pickle.
+A noun that the class declares and that was not given is None. Neither the message nor a noun ever
+contains a password or a signature from a url.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ __all__ = [
     "TruncatedRead",
     "VersionMismatch",
 ]
-"""The errors that a trainer may get: dataplane_torch has them, too."""
+"""The errors that a trainer may get; dataplane_torch exports them as well."""
 
 Noun = str | int | None
 
@@ -77,7 +77,7 @@ class DataplaneError(Exception):
 
     nouns: Mapping[str, Noun]
     known: ClassVar[tuple[str, ...]] = ("peer",)
-    """The nouns that this class adds to those of its parent."""
+    """The nouns that this class adds to those of its base class."""
 
     def __init__(self, message: str, **nouns: Noun) -> None:
         super().__init__(redacted(message))
@@ -120,8 +120,8 @@ class ConfigError(DataplaneError):
 
 
 class SpecMismatch(ConfigError):
-    """Two members of a job disagree. Nouns: field, expected, found; `reopened` if they may agree
-    once other ranks have closed their old loaders.
+    """Two members of a job disagree. Nouns: field, expected, found; `reopened` is true if joining
+    may succeed after other ranks have closed their previous loaders.
     """
 
     known: ClassVar[tuple[str, ...]] = ("reopened",)
@@ -156,14 +156,14 @@ class PeerLost(DataplaneError):
 
 
 class NotWrittenError(PeerLost):
-    """The coordinator cannot write its database now, such as to a full disk: its nodes ask again.
-    Nouns: peer.
+    """The coordinator cannot write its database now, for example because the disk is full. Nodes
+    send the request again later. Nouns: peer.
     """
 
 
 class NeighbourGone(PeerLost):
-    """A neighbour did not send a block or a slab: it comes from elsewhere. `working`: the neighbour
-    has something to do for the slab, and may be asked again. Nouns: peer, working.
+    """Another node did not send a block or a slab, so it must come from elsewhere. Nouns: peer;
+    `working` is true if that node is still making the slab, and may be asked for it again.
     """
 
     known: ClassVar[tuple[str, ...]] = ("working",)
@@ -235,8 +235,8 @@ class CorruptShard(DataplaneError):
 
 class ImageError(CorruptShard):
     """An image cannot be decoded: truncated, too large, or not an image. Nouns: shard, row (in the
-    shard), key (of samples that have one), column, reason. As long as the shard is unknown, row is
-    the index among the images to decode.
+    shard), key (of samples that have one), column, reason. Until the shard is known, row is the
+    index among the images being decoded.
     """
 
     known: ClassVar[tuple[str, ...]] = ("reason", "key")
@@ -247,17 +247,17 @@ class SchemaMismatch(CorruptShard):
 
 
 class NotKept(DataplaneError):
-    """A node's disk does not have a block: it is read elsewhere. `trouble`: why it cannot have it
-    now; empty if the disk is well.
+    """A node's disk does not have a block, which must be read elsewhere. Nouns: trouble, the reason
+    why the disk cannot be used at present; empty if the disk works.
     """
 
     known: ClassVar[tuple[str, ...]] = ("trouble",)
 
 
 class FunctionError(DataplaneError):
-    """A function of the user, which workers call, failed or returned something else than it must.
-    The message has its traceback. Nouns: function; shard and block of a map, step (of the epoch) of
-    a collate function.
+    """A function of the user, called by a worker, raised an exception or returned an invalid value.
+    The message contains its traceback. Nouns: function; shard and block for a map, step (of the
+    epoch) for a collate function.
     """
 
     known: ClassVar[tuple[str, ...]] = ("function", "shard", "block", "row", "column", "step")
@@ -270,8 +270,8 @@ class RowOutOfBounds(DataplaneError):
 
 
 class DataStallError(DataplaneError):
-    """No batch within the deadline. Nouns: stage, shard, node, last_error; the function that
-    workers call, and how many blocks are done of a total.
+    """No batch within the deadline. Nouns: stage, shard, node, last_error; function (of the user,
+    if workers are calling one), and the number of blocks done and in total.
     """
 
     known: ClassVar[tuple[str, ...]] = (

@@ -1,10 +1,11 @@
-"""The ledger of a job: what it was given to train on, as an append-only list.
+"""The ledger of a job: an append-only list of the inputs that decide what it trains on.
 
-1. Entries are inputs, never rows: with the dataset's manifest they say every row of every step.
-2. Each entry names the hash of the one before, so that none can be changed, or taken out of the
-   middle, unnoticed. The hash of an entry is that of its line, as it is written.
-3. Saved as JSON lines, the first line describes the job, and says the hash of the last entry, and
-   its own without that.
+1. Entries are inputs, never rows: together with the dataset's manifest, they determine every row of
+   every step.
+2. Each entry contains the hash of the entry before it, so that no entry can be changed or removed
+   unnoticed. The hash of an entry is the hash of its line of JSON.
+3. A ledger is saved as JSON lines. The first line describes the job; it contains the hash of the
+   last entry, and its own hash over everything else in the line.
 
 `dataplane trace`, `where`, `replay` and `ledger` read such a file without a coordinator.
 """
@@ -27,28 +28,28 @@ from dataplane.model.typed import complete
 
 LEDGER_VERSION = 1
 MARK = b'{"ledger":'
-"""How a ledger begins: no other JSON lines do."""
+"""The first bytes of a saved ledger, by which it is recognised."""
 
 
 PLACE_MAX = 1 << 62
-"""Epochs and positions are below it: sums of two fit into 64 bits."""
+"""Epochs and positions are less than this, so that the sum of two fits into 64 bits."""
 _RANKS_MAX = 1 << 20
 
 
 class LedgerPosition(Struct, frozen=True, order=True):
-    """A place in a job: an epoch, and the positions of it that are consumed."""
+    """A place in a job: an epoch, and how many of its positions are consumed."""
 
     epoch: Unsigned
     cursor: Unsigned
 
 
 class LedgerEntry(Struct, frozen=True):
-    """One entry. `payload` is a JSON object, as `canonical` writes it.
+    """One entry. `payload` is a JSON object, as `canonical` writes it. By kind:
 
-    start    a launch began to read at `position`: launch, generation, ranks, global batch
-    end      its last member went; the job had consumed everything up to `position`
-    weights  members read with these shares of a mixture's sources from `position` on
-    quarantine    rows have images that cannot be decoded; others were delivered in their places
+    start       a launch began to read at `position`: launch, generation, ranks, global batch
+    end         the launch's last member left; the job had consumed everything up to `position`
+    weights     members read with these shares of a mixture's sources from `position` on
+    quarantine  images of these rows cannot be decoded; other rows were delivered in their places
     skip, tombstone, mix    people changed the job: see changes.py
     """
 
@@ -62,45 +63,45 @@ class LedgerEntry(Struct, frozen=True):
 
     @property
     def line(self) -> str:
-        """The entry as a line of JSON."""
+        """Return the entry as a line of JSON."""
         plain = msgspec.to_builtins(self)
         return canonical({**plain, "payload": json.loads(self.payload)})
 
     @property
     def hash(self) -> str:
-        """32 hex digits."""
+        """Return the hash as 32 hex digits."""
         return hashlib.blake2b(self.line.encode(), digest_size=16).hexdigest()
 
     @classmethod
     def of_plain(cls, plain: dict[str, Any]) -> LedgerEntry:
-        """The entry of a line.
+        """Build an entry from a parsed line.
 
-        Raises:  TypeError, msgspec.ValidationError: it is none.
+        Raises:  TypeError, msgspec.ValidationError: the line is not an entry.
         """
         return msgspec.convert({**plain, "payload": canonical(plain.get("payload"))}, complete(cls))
 
 
 class LedgerMark(Struct, frozen=True):
-    """Names an entry, and so all before it, by the first 16 digits of its hash."""
+    """Identifies an entry, and so all entries before it, by the first 16 digits of its hash."""
 
     seq: Unsigned
     hash: str
 
     @classmethod
     def of(cls, entry: LedgerEntry) -> LedgerMark:
-        """The mark of an entry."""
+        """Return the mark of an entry."""
         return cls(entry.seq, entry.hash[:16])
 
     def is_in(self, marks: Sequence[LedgerMark]) -> bool:
-        """Whether a ledger with these last entries has it. True if it may have had it: it may have
-        left out old entries.
+        """Return whether a ledger with these last entries contains the marked entry. True if it may
+        have contained it: a ledger may have dropped its oldest entries.
         """
         found = [one for one in marks if one.seq >= self.seq]
         return bool(found) and (found[0].seq > self.seq or found[0] == self)
 
 
 class SourceUrls(Struct, frozen=True):
-    """Where one source of a mixture is, and in which format ("" for the one that it looks like)."""
+    """The urls of one source of a mixture, and its format; "" to detect it from the suffix."""
 
     name: str
     urls: tuple[str, ...]
@@ -108,9 +109,9 @@ class SourceUrls(Struct, frozen=True):
 
 
 class Ledger(Struct, frozen=True):
-    """A job: its dataset, its spec, how far it was, and its entries. `dataset` is None if that is
-    unknown. `urls` are those of all sources of a mixture, and `sources` says which one has which;
-    it is empty if that is unknown.
+    """A job: its dataset, its spec, its progress, and its entries. `dataset` is None if it is
+    unknown. `urls` are those of all sources of a mixture; `sources` lists them by source, and is
+    empty if that is unknown.
     """
 
     job_id: str
@@ -131,7 +132,7 @@ class Ledger(Struct, frozen=True):
         return self.entries[-1].hash if self.entries else ""
 
     def to_lines(self) -> str:
-        """The ledger as JSON lines."""
+        """Return the ledger as JSON lines."""
         about: dict[str, Any] = {"ledger": LEDGER_VERSION, "head": self.head}
         for name in self.__struct_fields__[:-1]:
             about[name] = msgspec.to_builtins(getattr(self, name))
@@ -140,10 +141,10 @@ class Ledger(Struct, frozen=True):
 
     @classmethod
     def from_lines(cls, text: str, name: str) -> Ledger:
-        """The inverse of `to_lines`; `name` is what errors call it. Entries are read as they are:
-        `faults` checks them.
+        """Parse what `to_lines` wrote; errors call it `name`. Entries are not verified here:
+        `faults` does that.
 
-        Raises:  ConfigError: it is not a ledger, or of a newer version.
+        Raises:  ConfigError: the text is not a ledger, or a newer version wrote it.
         """
         try:
             first, *lines = map(json.loads, filter(None, text.split("\n")))
@@ -158,7 +159,7 @@ class Ledger(Struct, frozen=True):
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{name} is not a ledger, or damaged: {error}", path=name) from error
         raise ConfigError(
-            f"{name} is a ledger of version {version!r}, and this Dataplane knows version "
+            f"{name} is a ledger of version {version!r}, but this Dataplane reads version "
             f"{LEDGER_VERSION}: use the release that wrote it, or a newer one",
             path=name,
             expected=LEDGER_VERSION,
@@ -166,45 +167,45 @@ class Ledger(Struct, frozen=True):
         )
 
     def check_places(self) -> None:
-        """Raises:  ValueError: a place or a count that no job has."""
+        """Raises:  ValueError: a position or a count is out of range."""
         places = [LedgerPosition(self.epoch, self.cursor), *(one.position for one in self.entries)]
         numbers = (self.sample_count, *(n for at in places for n in (at.epoch, at.cursor)))
         if wrong := [one for one in numbers if not 0 <= one < PLACE_MAX]:
-            raise ValueError(f"epochs, positions and counts are 0 to 2**62 - 1, not {wrong[0]}")
+            raise ValueError(f"epochs, positions and counts must be 0 to 2**62 - 1, not {wrong[0]}")
         if not 1 <= self.dp_size <= _RANKS_MAX:
-            raise ValueError(f"dp_size is 1 to {_RANKS_MAX:,}, not {self.dp_size}")
+            raise ValueError(f"dp_size must be 1 to {_RANKS_MAX:,}, not {self.dp_size}")
 
 
 def text_faults(text: str, ledger: Ledger) -> tuple[str, list[str]]:
-    """The hash in the first line of a saved ledger, which `from_lines` has read, and the faults of
-    its entries, and of how it is written, since every line is as `to_lines` writes it.
+    """Return the hash in the first line of a saved ledger, and a text for each fault of its entries
+    and of each line that differs from what `to_lines` would write. `from_lines` has parsed it.
     """
     lines = text.split("\n")
     about = json.loads(next(filter(None, lines)))
     own_hash, wrong = about.pop("hash", None), []
     if own_hash is None:
-        wrong.append("the first line has no hash, which would show a change: export it again")
+        wrong.append("the first line has no hash, which is needed to detect a change: export again")
     wrong += faults(ledger.entries, str(about.get("head", "")))
     expected = (_first_line(about), *(entry.line for entry in ledger.entries), "")
     for number, pair in enumerate(itertools.zip_longest(lines, expected), 1):
         if pair[0] != pair[1]:
-            wrong.append(f"line {number} is not as it was written")
+            wrong.append(f"line {number} was changed after it was written")
             break
     return str(own_hash or ""), wrong
 
 
 def faults(entries: Sequence[LedgerEntry], head: str) -> Iterator[str]:
-    """The faults of these entries, whose last one has the hash `head`. A coordinator leaves out old
-    ones of too many; this is told, but is no fault.
+    """Yield a text for each fault of these entries, whose last one must have the hash `head`. A
+    coordinator drops the oldest of too many entries: that gap is reported, but is no fault.
     """
     for before, after in itertools.pairwise(entries):
         if after.seq <= before.seq:
-            yield f"entry {after.seq} comes after entry {before.seq}"
+            yield f"entry {before.seq} is followed by entry {after.seq}, which is no later one"
         elif after.seq == before.seq + 1 and after.previous != before.hash:
-            yield f"entry {before.seq} is not the one that entry {after.seq} follows"
+            yield f"entry {after.seq} contains the hash of another entry than {before.seq}"
     last = entries[-1].hash if entries else ""
     if last != head:
-        yield f"the last entry has the hash {last or '(none)'}, not {head or '(none)'}"
+        yield f"the last entry has the hash {last or '(none)'}, expected {head or '(none)'}"
 
 
 def _first_line(about: dict[str, Any]) -> str:
@@ -213,20 +214,20 @@ def _first_line(about: dict[str, Any]) -> str:
 
 
 def _check_plain(value: Any) -> None:
-    """Raises:  ValueError: a number that has no room in 64 bits, or a text that is none."""
+    """Raises:  ValueError: a number does not fit into 64 bits, or a text is not valid Unicode."""
     if isinstance(value, str):
         value.encode()
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
-        raise ValueError(f"{str(value)[:24]}… has no room in 64 bits")
+        raise ValueError(f"{str(value)[:24]}… does not fit into 64 bits")
     if isinstance(value, dict | list):
         for inner in (*value, *value.values()) if isinstance(value, dict) else value:
             _check_plain(inner)
 
 
 def canonical(value: Any) -> str:
-    """JSON that is the same for equal values.
+    """Return JSON text that is the same for equal values.
 
-    Raises:  ValueError: a number that JSON does not have.
+    Raises:  ValueError: a number that JSON cannot represent.
     """
     return json.dumps(
         value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False

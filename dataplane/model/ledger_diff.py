@@ -1,9 +1,9 @@
-"""How two ledgers differ: from which step on two runs had other rows, or other batches, and why.
+"""How two ledgers differ: from which step on two runs had other rows or other batches, and why.
 
-1. Only what decides which rows stand in which global batches is compared, and not the form of their
+1. Only what decides which rows are in which global batches is compared; not the form of their
    columns, where the dataset is, or how many ranks a run had.
-2. A run that went back to an older position has read what follows it anew: the launch counts that
-   read a position last.
+2. A run that went back to an earlier position has read the steps after it again: for each position,
+   the launch that read it last counts.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _FORM = {
     *ColumnOptions.__struct_fields__,
     *("transforms", "bad_images", "map", "collate", "fingerprint", "weights", "schedule"),
 }
-"""Options that decide no rows, or are compared otherwise."""
+"""Options that do not decide rows, or that are compared separately."""
 
 T = TypeVar("T")
 
 
 class Difference(Struct, frozen=True):
-    """An input in which two runs differ. It changes the rows, or the batches, of the runs from this
-    place on, and not before; `step` counts from 0 in the epoch, in batches of the first run.
+    """An input in which two runs differ. It changes rows or batches from this place on; `step` is
+    0-based in the epoch, and counts batches of the first run.
     """
 
     what: str
@@ -51,7 +51,7 @@ class Difference(Struct, frozen=True):
 
 
 class _Launch(Struct, frozen=True):
-    """The reads from a place on, until the next launch."""
+    """The reads of a launch, from a place to the beginning of the next launch."""
 
     at: LedgerPosition
     global_batch: int
@@ -59,7 +59,7 @@ class _Launch(Struct, frozen=True):
 
 
 def ledger_differences(first: Ledger, second: Ledger) -> tuple[Difference, ...]:
-    """All differences, in the order of the steps that they change.
+    """Return all differences, in the order of the steps that they change.
 
     Raises:  ConfigError: an entry is damaged.
     """
@@ -104,7 +104,7 @@ def _of_weights(first: Ledger, second: Ledger) -> Iterator[_Found]:
         return
     names = [[source.name for source in one.sources] for one in mixed if one is not None]
     if names[0] != names[1]:
-        return  # said as an option
+        return  # the mixtures already differ in an option
     histories = [
         [(LedgerPosition(*change.place), change.shares) for change in one.history.changes]
         for one in mixed
@@ -138,8 +138,8 @@ def _of_batches(first: Sequence[_Launch], second: Sequence[_Launch]) -> Iterator
 
 
 def _phases(launches: Sequence[_Launch]) -> list[tuple[LedgerPosition, int]]:
-    """The places from which on steps are counted, and their batches: a launch that goes on where a
-    step began, with the same batch, has no place of its own.
+    """Return the places from which steps are counted, and the batch from there on. A launch that
+    continues at the beginning of a step, with the same batch, adds no place.
     """
     found: list[tuple[LedgerPosition, int]] = []
     for launch in launches:
@@ -168,8 +168,8 @@ def _of_skips(first: Sequence[_Launch], second: Sequence[_Launch]) -> Iterator[_
 
 
 def _skipped(launches: Sequence[_Launch]) -> list[tuple[int, int, int]]:
-    """(epoch, begin, end) of what a run passed over: each launch from where it began, and until the
-    next one began.
+    """Return (epoch, begin, end) of the positions that a run skipped. Each launch counts from where
+    it began to where the next one began.
     """
     found: list[tuple[int, int, int]] = []
     for at, launch in enumerate(launches):
@@ -210,7 +210,7 @@ def _merged(found: Sequence[tuple[LedgerPosition, T]]) -> list[tuple[LedgerPosit
 def _parting(
     first: Sequence[tuple[LedgerPosition, T]], second: Sequence[tuple[LedgerPosition, T]]
 ) -> LedgerPosition | None:
-    """Where two lists of places and values part; None if they are equal."""
+    """Return where two lists of places and values begin to differ; None if they are equal."""
     for one, other in itertools.zip_longest(first, second):
         if one != other:
             return min(each[0] for each in (one, other) if each is not None)
@@ -218,12 +218,12 @@ def _parting(
 
 
 def _launches(ledger: Ledger) -> list[_Launch]:
-    """The launches whose reading counts, by place. The first one that is known counts from the
-    beginning on.
+    """Return the launches whose reads count, by place. The first known launch counts from the
+    beginning of the run.
     """
     dataset = dataset_of(ledger.spec, ledger.dataset)
     starts = [entry for entry in ledger.entries if entry.kind == "start"]
-    if not starts:  # as a loader saved it: changes, and no launches
+    if not starts:  # saved by a loader: it has changes, but no launches
         changes = changes_of(in_force(ledger.entries, ledger.spec, dataset))
         return [_Launch(_START, ledger.spec.global_batch, changes)]
     found = [_Launch(_START, number_of(starts[0], "global_batch", 1), Changes())]
@@ -241,7 +241,7 @@ def _launch_at(launches: Sequence[_Launch], at: LedgerPosition) -> _Launch:
 
 
 def _read_from(both: Sequence[Sequence[_Launch]], at: LedgerPosition) -> LedgerPosition:
-    """The same place, or the first one behind it that one of the runs has not passed over."""
+    """Return the place, or if one of the runs skipped it, the first place after that."""
     skipped = [_skipped(launches) for launches in both]
     while True:
         ends = [

@@ -1,4 +1,4 @@
-"""The nouns that several rooms share: frozen values without behaviour."""
+"""The values that several rooms share: frozen, and without behaviour."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from msgspec import Meta, Struct
 
 # -- weights -----------------------------------------------------------------------------------
 #
-# How much a mixture reads of each source, and from which position on.
+# The weights of a mixture's sources, and the positions from which they apply.
 #
 # A position is a place in one epoch; see docs/order.md. Shares are in units of 2**-32.
 
 Unsigned = Annotated[int, Meta(ge=0)]
-"""A number in a message, in which no smaller one is read."""
+"""A number in a message that must not be below zero: smaller ones are refused when it is read."""
 _Place = tuple[int, int]
 
 
 class ScheduledShares(Struct, frozen=True):
-    """Shares that a schedule gives in advance, from this step on. Steps count from the first one of
+    """Shares that a schedule sets in advance, from this step on. Steps count from the first step of
     the job, through all of its epochs.
     """
 
@@ -34,7 +34,7 @@ class ScheduledShares(Struct, frozen=True):
 
 
 class ShareChange(Struct, frozen=True):
-    """From the first round on that begins at this position of an epoch or later, other shares."""
+    """New shares, from the first round on that begins at this position of an epoch or later."""
 
     epoch: Unsigned
     position: Unsigned
@@ -42,14 +42,13 @@ class ShareChange(Struct, frozen=True):
 
     @property
     def place(self) -> _Place:
-        """Epoch and position."""
+        """Return epoch and position."""
         return self.epoch, self.position
 
 
 class MixHistory(Struct, frozen=True):
-    """All shares of a job in order, past and planned ones, each with the place where it takes
-    effect; the first takes effect at the start. `length` is that of an epoch in samples, 0 for
-    none.
+    """All shares of a job in order, past and planned ones, each with the place from which it
+    applies; the first applies from the start. `length` is that of an epoch in samples, 0 for none.
     """
 
     changes: tuple[ShareChange, ...]
@@ -57,19 +56,19 @@ class MixHistory(Struct, frozen=True):
 
     @property
     def digest(self) -> str:
-        """16 hex digits over all of it."""
+        """Return 16 hex digits over the whole history."""
         return _digest(self.length, self.changes)
 
     def digest_at(self, epoch: int, position: int) -> str:
-        """16 hex digits over what decides the samples from this place on, up to the next change."""
+        """Return 16 hex digits over what decides the samples from this place to the next change."""
         return _digest(self.length, self.until(epoch, position))
 
     def until(self, epoch: int, position: int) -> tuple[ShareChange, ...]:
-        """The changes up to this place, and there."""
+        """Return the changes at this place and before it."""
         return tuple(change for change in self.changes if change.place <= (epoch, position))
 
     def between(self, epoch: int, begin: int, end: int) -> tuple[int, ...]:
-        """The positions of an epoch behind `begin` and before `end` at which shares change."""
+        """Return the positions between `begin` and `end`, exclusive, at which shares change."""
         return tuple(
             change.position
             for change in self.changes
@@ -77,7 +76,7 @@ class MixHistory(Struct, frozen=True):
         )
 
     def last_change(self, epoch: int) -> int:
-        """The last position of an epoch at which shares change; 0 if they stay the same."""
+        """Return the last position of an epoch at which shares change; 0 if they stay the same."""
         return max((one.position for one in self.changes if one.epoch == epoch), default=0)
 
 
@@ -88,7 +87,7 @@ def _digest(length: int, changes: tuple[ShareChange, ...]) -> str:
 
 
 class End(enum.StrEnum):
-    """The treatment of an epoch whose samples do not fill the last global batch."""
+    """The treatment of samples that do not fill the last global batch of an epoch."""
 
     RAGGED = "ragged"
     DROP = "drop"
@@ -98,8 +97,9 @@ class End(enum.StrEnum):
 class Exhausted(enum.StrEnum):
     """The treatment of a mixture's source that has been read as often as allowed.
 
-    STOP         the epoch ends RENORMALISE  the other sources go on, with their shares of what is
-    left CYCLE        it is read again; an epoch ends when every source was read once
+    STOP         the epoch ends
+    RENORMALISE  the other sources continue; their shares keep their ratios
+    CYCLE        the source is read again; an epoch ends when every source was read once
     """
 
     STOP = "stop"
@@ -124,9 +124,9 @@ class TruncationSide(enum.StrEnum):
 class NullPolicy(enum.StrEnum):
     """How nulls are delivered.
 
-    FILL  as a given value, NaN, an empty list or None; a job that gives no value where one is
-          needed is refused
-    MASK  the same, and each column that may have nulls gets a column of bools that marks them
+    FILL  as a given value, NaN, an empty list or None; if a value is needed and the job gives none,
+          the job is refused
+    MASK  likewise, and each column that may have nulls gets a column of bools that marks them
     """
 
     FILL = "fill"
@@ -136,9 +136,9 @@ class NullPolicy(enum.StrEnum):
 class PackPolicy(enum.StrEnum):
     """How documents are put into packs.
 
-    BEST_FIT  longest first, each into the pack with the least room that is enough for it
-    WRAP      all tokens in a row, cut into packs
-    PAD       not side by side: those of similar length are the rows of a padded batch
+    BEST_FIT  longest first, each into the fullest pack that still has room for it
+    WRAP      all documents are concatenated, and the result is cut into packs
+    PAD       documents of similar length are the rows of a padded batch
     """
 
     BEST_FIT = "best_fit"
@@ -149,8 +149,9 @@ class PackPolicy(enum.StrEnum):
 class LongPolicy(enum.StrEnum):
     """The treatment of a document that is longer than a pack.
 
-    FRAGMENT  it is cut into whole packs and a rest TRUNCATE  it keeps its first tokens DROP      it
-    is left out
+    FRAGMENT  it is cut into whole packs and a rest
+    TRUNCATE  it keeps its first tokens
+    DROP      it is left out
     """
 
     FRAGMENT = "fragment"
@@ -159,7 +160,7 @@ class LongPolicy(enum.StrEnum):
 
 
 class Kind(enum.StrEnum):
-    """How the values of one batch column lie in a slab.
+    """How the values of one batch column are stored in a slab.
 
     FIXED   one array [B, *shape]
     PADDED  one array [B, T], T the longest of the batch; lengths int64[B]
@@ -167,8 +168,8 @@ class Kind(enum.StrEnum):
     BYTES   values uint8[...]; offsets int64[B + 1]; then valid uint8[B]
     STRING  as BYTES, in UTF-8
     OBJECT  one Arrow IPC stream with one column: all types without a tensor form
-    ARRAY   one array of any shape, which a function of the user has made; its shape int64[...].
-            The spec's `shape` is (0, …), one a dimension
+    ARRAY   one array of any shape, made by a function of the user; its shape int64[...]. The spec's
+            `shape` has a 0 for each dimension
     """
 
     FIXED = "fixed"
@@ -181,7 +182,7 @@ class Kind(enum.StrEnum):
 
 
 class Cut(enum.StrEnum):
-    """Which part of an image, after it was resized, is kept."""
+    """The part of an image that is kept after it was resized."""
 
     WHOLE = "whole"
     CENTER = "center"
@@ -189,10 +190,10 @@ class Cut(enum.StrEnum):
 
 
 class Decoding(enum.StrEnum):
-    """Whether a JPEG may be decoded at a half, a quarter or an eighth, where that leaves at least
-    as many pixels as are wanted.
+    """Whether a JPEG may be decoded at a half, a quarter or an eighth of its size, if that leaves
+    at least as many pixels as are wanted.
 
-    AUTO   random cuts only
+    AUTO   only for random cuts
     EXACT  never
     FAST   always
     """
@@ -203,11 +204,11 @@ class Decoding(enum.StrEnum):
 
 
 class BlockForm(enum.StrEnum):
-    """In which form a neighbour is asked for a block, or that it is asked for a slab.
+    """The form of a request from one node to another.
 
-    RAW      the bytes of its shard, without the preamble
-    DECODED  the Arrow stream that a worker has made of them
-    SLAB     no block, but a slab that its workers make
+    RAW      a block, as the bytes of its shard without the preamble
+    DECODED  a block, as the Arrow stream that a worker has made of it
+    SLAB     a slab, which the other node's workers make
     """
 
     RAW = "raw"
@@ -238,7 +239,7 @@ def _value_bytes(dtype: str) -> int:
 
 
 class StepSpec(Struct, frozen=True):
-    """An image step without fields in `ImageSpec`: its name and its parameters."""
+    """An image step that has no fields in `ImageSpec`: its name and its parameters."""
 
     name: str
     numbers: tuple[float, ...] = ()
@@ -248,14 +249,15 @@ class ImageSpec(Struct, frozen=True):
     """How each encoded image of one column becomes pixels [height, width, 3] or [3, height, width].
 
     This is the form in which a list of image steps is sent and saved; `steps_of` in
-    transforms/image_steps.py reads it. The first seven steps have fields here, which saved digests
-    cover. All other steps are in `steps`, in the order in which they run.
+    transforms/image_steps.py parses it. Saved digests cover the fields, so the first seven steps
+    have fields here; all other steps are in `steps`, in the order in which they run.
 
     `resize` is () for none, (shorter side,), or (height, width), in pixels; it is applied before
-    the cut. A random cut takes a share `scale` (lowest, highest) of an image's area and has a ratio
-    of width to height of `ratio` (lowest, highest). The share `flip` of the images is mirrored.
-    `mean` and `std` have one value in 0..1 per colour, or are (). `decode` says at which size JPEGs
-    are decoded. If it `replaces`, another row is delivered where an image cannot be decoded.
+    the cut. A random cut has a share of an image's area within `scale` (lowest, highest), and a
+    ratio of width to height within `ratio` (lowest, highest). The share `flip` of the images is
+    mirrored. `mean` and `std` have one value in 0..1 per colour, or are (). `decode` says at which
+    size JPEGs are decoded. With `replaces`, another row is delivered where an image cannot be
+    decoded.
     """
 
     column: str
@@ -291,15 +293,16 @@ class PackSpec(Struct, frozen=True):
     """Rows of tokens ("documents") joined into samples of equal length, with little padding.
 
     `column` is a list column of integers, `length` the tokens of a pack. `carry` are other list
-    columns with one value a token, packed alongside. `outputs` are the columns made for each pack:
-    "position_ids", "document_ids", "cu_seqlens", "max_seqlen", and "labels", the next token of each
-    token. Each document takes a multiple of `multiple` tokens of its pack, and a pack has
-    `documents` documents at most; 0 chooses a number from the length. Tokens are padded with
-    `pad_value`, carried columns with zero. With the policy PAD, a pack is a padded batch [rows,
-    width], the width a multiple of `multiple`, of `length` tokens at most; its outputs are
-    "lengths", always, and "labels". `balanced`: at each step all ranks have packs of about the same
-    cost. `loss_mask` is a column with one value a token: where that is 0, no label is this token.
-    `dtype` is that of the tokens, "" for the stored one.
+    columns with one value per token, packed alongside. `outputs` are the columns that are made for
+    each pack: "position_ids", "document_ids", "cu_seqlens", "max_seqlen", and "labels", the next
+    token of each token. Each document takes a multiple of `multiple` tokens of its pack. A pack has
+    at most `documents` documents; 0 derives that number from the length. Tokens are padded with
+    `pad_value`, carried columns with zero. `dtype` is the type of the tokens, "" for the stored
+    one. `loss_mask` is a column with one value per token: where it is 0, the token is not a label.
+    `balanced` means that at each step all ranks have packs of about the same cost.
+
+    With the policy PAD, a pack is a padded batch [rows, width] of at most `length` tokens, whose
+    width is a multiple of `multiple`. Its outputs are "lengths", always, and "labels".
     """
 
     column: str
@@ -317,7 +320,7 @@ class PackSpec(Struct, frozen=True):
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """The columns that packs are made of."""
+        """The stored columns from which packs are made."""
         names = (self.column, *self.carry, *filter(None, (self.loss_mask,)))
         return tuple(dict.fromkeys(names))
 
@@ -331,14 +334,14 @@ ColumnDtype = tuple[str, str]
 
 
 class ColumnOptions(Struct, frozen=True):
-    """A job's options for its columns: which it wants, and in which form.
+    """A job's options for its columns: which ones it reads, and in which form.
 
     `columns` are leaf columns in batch order; () means all. `lists` is the form of list columns.
     `fill_null` has the values that replace nulls, per column; `fill_null_all` replaces nulls in
-    every column whose type can hold it. `stack` joins several columns into one. `nulls` says
-    whether nulls are marked. `pad_value` has the values that pad lists, per column;
-    `pad_value_all` is for every list column whose type can hold it; other lists are padded with
-    zero. `max_length` is the maximum length of lists, per column, and `max_length_all` that of
+    every other column whose type can hold it. `nulls` says whether nulls are marked. `stack` joins
+    several columns into one. `pad_value` has the values that pad lists, per column;
+    `pad_value_all` is for every other list column whose type can hold it, and the rest are padded
+    with zero. `max_length` is the maximum length of lists, per column, and `max_length_all` that of
     every list column; 0 means no limit. `codes` are columns delivered as integers: the index of
     each value among the distinct values in the dataset. `dtype` has the types to which columns of
     numbers, and of lists of them, are converted.
@@ -360,14 +363,14 @@ class ColumnOptions(Struct, frozen=True):
 
 
 class View(Struct, frozen=True):
-    """Which rows of a dataset a job has, and which functions change them; by default all, as they
+    """The rows that a job reads, and the functions that change them; by default all rows, as they
     are stored.
 
     `where` is a condition on columns, in canonical form. `sample` and the range from `split_from`
     to `split_to` are shares of all rows by the keyed hash of the row, in units of 2**-32; a
     `sample` or `split_to` of 0 means all. `limit` is a number of rows, 0 for all. `map` and
     `collate` are functions, as "package.module:function". With `pack`, the samples are packs of
-    those rows.
+    these rows.
     """
 
     where: str = ""
@@ -386,8 +389,8 @@ class View(Struct, frozen=True):
 
 
 class MixUnit(enum.StrEnum):
-    """The unit of a mixture's weights: they are shares of its samples, their tokens, or its
-    batches. In the last case, a batch has samples of one source only.
+    """The unit of a mixture's weights: they are shares of its samples, of their tokens, or of its
+    batches. In the last case, each batch has samples of one source only.
     """
 
     SAMPLES = "samples"
@@ -396,7 +399,7 @@ class MixUnit(enum.StrEnum):
 
 
 class ObjectInfo(Struct, frozen=True):
-    """One object as a store lists it. `etag` pins its content: equal ETags mean equal bytes."""
+    """One object as a store lists it. `etag` identifies its content: equal ETags, equal bytes."""
 
     url: str
     size_bytes: Unsigned
@@ -404,7 +407,8 @@ class ObjectInfo(Struct, frozen=True):
 
 
 class DatasetIdentity(Struct, frozen=True):
-    """A dataset independent of its location, as two hashes of 32 hex digits.
+    """The identity of a dataset, independent of its location, as two hashes of 32 hex digits. Two
+    copies of a dataset differ in fingerprint, but not in identity.
 
     `layout` covers format, schema, and the shards in order: names relative to their common root,
     sizes, and the rows and places of their blocks. `content` covers the shards' ETags as well.
@@ -426,7 +430,7 @@ class Topology:
     """A process's ranks: its data-parallel rank, and its rank among all processes.
 
     `pp_rank` is its stage among `pp_size` pipeline stages, `cp_rank` its part among `cp_size` parts
-    of each sequence. `source` says where all of this comes from; it is not compared.
+    of each sequence. `source` says where these values come from; it is not compared.
     """
 
     dp_rank: Unsigned = 0
@@ -445,17 +449,17 @@ class Topology:
     def auto(
         *, device_mesh: object = None, batch_axes: Sequence[str | int] | None = None
     ) -> Topology:
-        """The topology of this process, from the first of these that knows it: `device_mesh` or the
-        mesh that is entered (`with mesh:`), Megatron-Core, DeepSpeed, Accelerate, Horovod,
-        torch.distributed, the launcher's environment. `source` names it. Nothing is imported for
-        this: a framework that this process does not use is not asked.
+        """Return the topology of this process, from the first of these that knows it: `device_mesh`
+        or the mesh that is entered (`with mesh:`), Megatron-Core, DeepSpeed, Accelerate, Horovod,
+        torch.distributed, the launcher's environment. `source` names it. Nothing is imported to
+        find out: a framework that this process does not use is ignored.
 
         `batch_axes` are the names or numbers of the axes of the mesh along which batches differ.
 
-        Raises:  ConfigError: it cannot be known from the names of the mesh's axes which of them are
-        batch axes; or a framework or the environment contradicts itself.
+        Raises:  ConfigError: the names of the mesh's axes do not say which of them are batch axes;
+        or a framework or the environment contradicts itself.
         """
-        # By name, since this module imports nothing of ours.
+        # Imported by name, since the model room imports no other.
         found: Topology = importlib.import_module("dataplane_torch.topology").auto(
             device_mesh, batch_axes
         )
@@ -463,9 +467,9 @@ class Topology:
 
 
 class Stream(Struct, frozen=True):
-    """The batches one consumer walks: steps `first_step, first_step + step_stride, …` of the slice
-    of `dp_rank` in `dp_size` that starts at `cursor` (samples consumed so far by all ranks). `mix`
-    has the weights of a mixture, None for those of its spec.
+    """The batches that one consumer reads: steps `first_step, first_step + step_stride, …` of the
+    slice of `dp_rank` in `dp_size` that starts at `cursor` (samples consumed so far by all ranks).
+    `mix` has the weights of a mixture; None means those of its spec.
     """
 
     epoch: int
@@ -478,8 +482,8 @@ class Stream(Struct, frozen=True):
 
 
 class StorePause(Struct, frozen=True, array_like=True, tag=True):
-    """A store has asked to slow down: nobody sends it a request for `left_s`. The next pause is
-    longer if `level` is higher.
+    """A store has asked for a slower rate: no process sends it a request for `left_s`. The next
+    pause is longer if `level` is higher.
     """
 
     store: str

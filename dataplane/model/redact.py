@@ -1,6 +1,6 @@
-"""Secrets in urls: text without them, and the name of an object that does not depend on them.
+"""Remove secrets from urls in texts, and name objects independently of how their url was signed.
 
-A url may carry a password (`https://user:password@host`) or a signature (`?X-Amz-Signature=…`,
+A url may contain a password (`https://user:password@host`) or a signature (`?X-Amz-Signature=…`,
 `?sig=…`, `?token=…`). Any reader of a log could use such a url, so errors, log lines, statuses and
 databases never contain one. Every error passes `redacted` when it is made, every log line when it
 is written.
@@ -28,7 +28,7 @@ _HUB = re.compile(
     re.DOTALL,
 )
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-# The part before @ is a container here, not a user.
+# In these schemes, the part before @ is a container, not a user.
 _CONTAINERS = ("abfs", "abfss", "wasb", "wasbs", "adl")
 _USER = re.compile(r"\b([A-Za-z][A-Za-z0-9+.\-]*)://([^\s/@?#'\"<>]*)@")
 # In other schemes a user name without a password is not a secret: sftp://me@host.

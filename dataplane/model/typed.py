@@ -1,4 +1,4 @@
-"""Prepare types before msgspec reads them."""
+"""Prepare types before msgspec decodes them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 T = TypeVar("T")
 _complete: set[object] = set()
 _completing = threading.RLock()
-# A child that is forked meanwhile would have half of a description for good.
+# A child that is forked during a preparation would keep a half-finished description for good.
 os.register_at_fork(
     before=_completing.acquire,
     after_in_parent=_completing.release,
@@ -20,11 +20,12 @@ os.register_at_fork(
 
 
 def complete(cls: type[T]) -> type[T]:
-    """Return this type, once msgspec has prepared itself to read it.
+    """Return this type, once msgspec is ready to decode it.
 
-    At the first use of a Struct, msgspec describes the class to itself, field by field, and runs
-    Python meanwhile. A second thread that reads such a Struct with half of the description crashes
-    (SIGSEGV, as of msgspec 0.22). So one thread at a time prepares types, before they are read.
+    When a Struct is first used, msgspec describes the class to itself, field by field, and runs
+    Python meanwhile. A second thread that decodes such a Struct with a half-finished description
+    crashes (SIGSEGV, as of msgspec 0.22). So types are prepared by one thread at a time, before
+    they are decoded.
     """
     if cls not in _complete:
         with _completing:

@@ -1,9 +1,11 @@
-"""Warn users of a job's problems before it runs. Of a shuffle: poor mixing, hosts that read much
-more than their share, open windows that do not fit into memory. Of packs: padding and waste. Each
-warning names the setting that helps.
+"""Warn users of a job's problems before it runs.
+
+A shuffle may mix poorly, make hosts read much more than their share, or need more memory for open
+windows than hosts have; packs may waste tokens on padding. Each warning names the setting that
+helps.
 
 1. All numbers are estimates from mean sizes, so this is fast for any dataset.
-2. A job that follows the advice gets none.
+2. A job that follows the advice gets no further warning.
 """
 
 from __future__ import annotations
@@ -31,23 +33,23 @@ from dataplane.plan.shuffled import QUALITY_MIN, ShuffledJob, block_bytes
 from dataplane.plan.windows import WINDOW_CACHE_BYTES
 
 ROOM = 1.1
-"""More memory than an estimate needs, so that the job really fits."""
-# A remedy mixes a little better than it must, since shares of sources are rounded.
+"""The factor by which suggested memory exceeds the estimate, so that the job really fits."""
+# Suggested lanes and windows mix a little better than they must: shares of sources are rounded.
 _QUALITY_WANTED = QUALITY_MIN + 0.05
-# A batch from so many blocks mixes well.
+# A batch whose samples come from this many blocks mixes well.
 _BLOCKS_WANTED = 64
 _LANES_A_RANK = (1, 2, 4, 8)
-# Packs may waste `_WASTE_MAX` of their tokens. Packs of web pages waste less than that if a block
-# has `_PACKS_A_BLOCK` of them.
+# The share of tokens that packs may waste without a warning. Packs of web pages waste less if a
+# block has `_PACKS_A_BLOCK` packs.
 _WASTE_MAX, _PACKS_A_BLOCK, _TOKENS_MIN = 0.03, 128, 1 << 20
-# Padded batches waste more, since widths are rounded up.
+# Padded batches always waste more, since their widths are rounded up.
 _PADDED_WASTE_MAX = 0.1
 _SMALLER_BLOCKS = "write smaller blocks (row groups or record batches)"
 
 
 def advice(job: ShuffledJob) -> str:
     """Return the advice about a shuffled job over a dataset or a mixture, and about this host's
-    memory: one message, or "" in ordinary cases.
+    memory, as one message; "" if there is no problem.
     """
     qualities = job.qualities()
     problems = [said for said in (_mixing(job, qualities), _locality(job), _memory(job)) if said]
@@ -55,9 +57,7 @@ def advice(job: ShuffledJob) -> str:
 
 
 def memory(job: ShuffledJob) -> str:
-    """Return the advice if open windows do not fit into this host's memory, and about
-    nothing else.
-    """
+    """Return only the advice about memory: that open windows do not fit into this host's."""
     return f"{_memory(job)}: {_help(job, job.qualities())}" if not job.fits else ""
 
 
@@ -68,17 +68,17 @@ def packing(made: Packing, pack: PackSpec, block_count: int) -> str:
         return ""
     if pack.policy is PackPolicy.PAD:
         return "" if padding <= _PADDED_WASTE_MAX else (
-            f"{padding:.1%} of the tokens in padded batches are padding: blocks have {in_block} "
-            "padded batches on average. Store larger blocks: a batch has documents of one block, "
-            "and in a larger one more of them are of about the same length. A smaller `multiple` "
-            "helps, too"
+            f"{padding:.1%} of the tokens in padded batches are padding, because blocks have only "
+            f"{in_block} padded batches on average. Store larger blocks: the documents of a batch "
+            "come from one block, and a larger block has more documents of similar length. A "
+            "smaller `multiple` also helps"
         )  # fmt: skip
     lost = 1 - made.packed_tokens / made.tokens
     cuts = pack.policy is PackPolicy.WRAP and pack.long is LongPolicy.FRAGMENT
     if padding > _WASTE_MAX:
         waste = f"{padding:.1%} of the tokens in packs are padding"
     elif cuts and lost > _WASTE_MAX:
-        waste = f"{lost:.1%} of the tokens are in no pack, what is left at the end of each block"
+        waste = f"{lost:.1%} of the tokens are dropped, because the end of each block fills no pack"
     else:
         return ""
     return (
@@ -90,9 +90,10 @@ def packing(made: Packing, pack: PackSpec, block_count: int) -> str:
 def blocks_per_batch(sizes: BlockSizes, shuffle: Shuffle, global_batch: int) -> float:
     """Return how many blocks the samples of a batch come from, on average over an epoch."""
     lanes = min(shuffle.lanes, global_batch)
-    # A batch may reach over several windows.
+    # A batch may extend over several windows.
     window = max(shuffle.window, global_batch / lanes) / sizes.block_rows
-    # A window that begins anywhere has unequal parts of blocks; as many equal ones would mix alike.
+    # A window has parts of blocks at both ends: convert to a number of equal blocks that would mix
+    # as well.
     even = window**2 / (window - 1 / 3) if window >= 1 else 1 / (1 - window / 3)
     even = max(min(even, sizes.blocks / shuffle.lanes), 1.0)
     draws = global_batch / lanes
@@ -101,7 +102,7 @@ def blocks_per_batch(sizes: BlockSizes, shuffle: Shuffle, global_batch: int) -> 
 
 
 def _mixing(job: ShuffledJob, qualities: Sequence[float]) -> str:
-    """Return the problem if batches come from few blocks, of the source that has it most."""
+    """Return a sentence about the source whose batches come from the fewest blocks, or ""."""
     poor = job.poor(qualities)
     if not poor:
         return ""
@@ -117,7 +118,7 @@ def _mixing(job: ShuffledJob, qualities: Sequence[float]) -> str:
 
 
 def _locality(job: ShuffledJob) -> str:
-    """Return the problem if hosts read much more than their share."""
+    """Return a sentence if hosts read much more than their share, or ""."""
     if not job.reads_much:
         return ""
     hosts, times = job.cluster.host_count, job.reads_times_share
@@ -126,7 +127,7 @@ def _locality(job: ShuffledJob) -> str:
 
 
 def _memory(job: ShuffledJob) -> str:
-    """Return the problem if a host's open windows do not fit into its block arena."""
+    """Return a sentence if a host's open windows do not fit into its block arena, or ""."""
     if job.fits:
         return ""
     return (
@@ -136,7 +137,7 @@ def _memory(job: ShuffledJob) -> str:
 
 
 def _help(job: ShuffledJob, qualities: Sequence[float]) -> str:
-    """Return what helps against all problems of a job together."""
+    """Return the change of settings that solves all problems of a job together."""
     is_poor, also = bool(job.poor(qualities)), ""
     fitting, larger = _remedies(job, min(qualities))
     if job.reads_much and fitting is None and larger is None:
@@ -159,7 +160,7 @@ def _help(job: ShuffledJob, qualities: Sequence[float]) -> str:
 
 
 def _enough_memory(job: ShuffledJob) -> str:
-    """Return all ways to make a job fit without changing its lanes and windows."""
+    """Return all ways to make a job fit into memory without changing its lanes and windows."""
     ways = [raise_to("block_arena_bytes", round(job.kept_bytes * ROOM))]
     cluster = job.cluster
     twice = Cluster(2 * cluster.host_count * cluster.ranks_per_host, cluster.ranks_per_host)
@@ -184,7 +185,7 @@ def _size(size: float) -> str:
 
 
 class _Remedy(Struct, frozen=True):
-    """A changed job, what the user does for it, and the quality of its worst source."""
+    """A changed job, the change in words, and the shuffle quality of the job's worst source."""
 
     job: ShuffledJob
     said: str
@@ -195,9 +196,9 @@ def _remedies(
     job: ShuffledJob, worst: float, *, reads_may_be_many: bool = False
 ) -> tuple[_Remedy | None, _Remedy | None]:
     """Find lanes and a window without the problems of this job, whose worst source has this
-    quality. Return the first that fit into memory, or else those that need the least.
-    `reads_may_be_many`: hosts may read any amount. A small dataset, which needs no good shuffle,
-    does not get a poor one either.
+    quality: the first that fit into memory, and otherwise those that need the least memory. With
+    `reads_may_be_many`, hosts may read any amount. A dataset too small to need a good shuffle is
+    still not given a worse one.
     """
     larger, least = None, min(_QUALITY_WANTED, worst)
     wanted = _QUALITY_WANTED if worst < QUALITY_MIN else least
@@ -218,8 +219,8 @@ def _remedies(
 
 
 def _tried(job: ShuffledJob) -> Iterator[_Remedy]:
-    """Yield a few candidates for any dataset: the defaults first, then numbers of lanes from the
-    present one on, and three windows for each.
+    """Yield candidates: the default lanes and windows first, then numbers of lanes from the present
+    one on, with up to three windows for each.
     """
     default = job.by_default()
     yield _Remedy(default, "leave out lanes and window")
@@ -244,9 +245,7 @@ def _lanes_tried(job: ShuffledJob, default: int) -> list[int]:
 
 
 def _windows_tried(job: ShuffledJob, lanes: int) -> list[int]:
-    """Return the windows to try: one that mixes well, and the longest one that fits, if it is
-    shorter.
-    """
+    """Return the windows to try: one that mixes well, and the longest that fits, if shorter."""
     default = job.by_default(lanes)
     longest = max(-(-source.sizes.samples // lanes) for source in job.sources)
     remembered = WINDOW_CACHE_BYTES // (PERMUTATION_BYTES * default.lanes_per_host)

@@ -1,9 +1,9 @@
-"""Order packs so that those of similar cost stand at similar positions in every lane, so that all
-ranks have them at the same step. docs/order.md specifies it.
+"""Order packs so that packs of similar cost are at similar positions of all lanes: all ranks then
+read packs of similar cost at the same step. docs/order.md specifies this order.
 
-The plan knows no costs. The packs of a block are numbered so that a pack's number says which share
-of the block's packs is cheaper, evenly for any consecutive numbers; a window is sorted by that
-share.
+The plan does not know costs. Instead, the packs of a block are numbered so that a pack's number
+says which share of the block's packs is cheaper, and so that consecutive numbers have evenly
+distributed shares. Windows are sorted by this share.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from dataplane.plan.permute import GAMMA, Domain, Words, key, mix_in_place
 Int64 = NDArray[np.int64]
 
 POSITIONS = 512
-"""So many positions of an epoch in a row, or a few more, have packs of about the same cost."""
+"""About this many consecutive positions of an epoch have packs of about the same cost."""
 _HIGH = np.uint64(0xFFFFFFFF00000000)
 
 
 class Turns:
-    """The rank in cost, as a share of all packs, that has its turn at each lane offset of an epoch:
-    the same in all lanes, and evenly distributed over any stretch of offsets.
+    """The rank by cost (as a share of all packs) of the pack that is due at each lane offset of an
+    epoch. It is the same in all lanes, and evenly distributed over any range of offsets.
     """
 
     def __init__(self, seed: int, epoch: int, lanes: int) -> None:
@@ -31,8 +31,8 @@ class Turns:
         self._together = -(-POSITIONS // lanes)
 
     def permutations(self, keys: Words, offsets: Int64, numbers: Int64) -> Words:
-        """Return the permutation of each window: which of its samples stands at each of its
-        offsets. `numbers` are the packs at these offsets before it.
+        """Return the permutation of each window: which of its samples is at each of its offsets.
+        `numbers` are the packs at these offsets before the permutation.
 
         Shapes:  keys: uint64[m].   offsets, numbers: int64[m, length].   result: uint64[m, length].
         """
@@ -48,9 +48,9 @@ class Turns:
 
 
 def numbered(costs: Int64) -> Int64:
-    """Return which of a block's packs, listed with their costs in any order, gets each number.
+    """Number a block's packs: return the index of the pack that gets each number.
 
-    Shapes:  costs, result: int64[packs].
+    Shapes:  costs, result: int64[packs], in the same order of packs.
     """
     found = np.empty(len(costs), np.int64)
     by_share = np.argsort(_shares(np.arange(len(costs))), kind="stable")
@@ -59,14 +59,14 @@ def numbered(costs: Int64) -> Int64:
 
 
 def _shares(numbers: Int64) -> Words:
-    """Return the share of a block's packs that is cheaper than the one with this number,
-    in 2**-64.
+    """Return the share of a block's packs that is cheaper than the pack with each number, in units
+    of 2**-64.
     """
     return numbers.astype(np.uint64) * np.uint64(GAMMA)
 
 
 def _sorted(words: Words) -> Words:
-    """The stable argsort of each row by the leading bits of its words, which are overwritten.
+    """Return the stable argsort of each row by the leading bits of its words, and overwrite them.
 
     Shapes:  words: uint64[m, length].   result: the same.
     """

@@ -1,7 +1,7 @@
 """Determine when changed shares of a mixture's sources take effect. Pure.
 
-Changes are listed in order, each at the place where it takes effect: the start of a round, or of an
-epoch. So planning them again, even with later changes added, leaves them in place.
+Changes are listed in order, each with the place where it takes effect: the start of a round, or of
+an epoch. Therefore, computing these places again gives the same places, even with later changes.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Place = tuple[int, int]
 
 
 def in_effect(mixed: Mixed, asked: Sequence[ShareChange]) -> Changes:
-    """Return requested changes in order, moved to where they take effect: at the first round that
-    begins there or later, or at the start of the next epoch. Changes without an effect are left
-    out; of several that take effect at one place, the last one counts.
+    """Return requested changes in order, moved to the place where each takes effect: the first
+    round that begins at the requested place or later, or the start of the next epoch. Changes to
+    equal shares are left out; of several changes at one place, the last one counts.
 
-    Raises:  ConfigError: as `plan_of`, for any epoch.
+    Raises:  ConfigError: an epoch would have no samples, or fewer than its length.
     """
     found: list[ShareChange] = []
     for run in runs_of(mixed, asked):
@@ -50,20 +50,20 @@ def _add_changes(mixed: Mixed, found: list[ShareChange], plan: EpochPlan) -> Non
 
 
 def next_boundary(mixed: Mixed, changes: Changes, place: Place) -> Place:
-    """Return the first place, from this one on, at which shares can change. `changes` are before
-    it.
+    """Return the first place, from this one on, at which shares can change. All `changes` must be
+    before it.
 
     Raises:  ConfigError: as `in_effect`.
     """
     shares = list(changes[-1].shares if changes else mixed.shares)
     largest = shares.index(max(shares))
-    shares[largest] -= 1  # any others
+    shares[largest] -= 1  # any other shares would do
     return in_effect(mixed, (*changes, ShareChange(*place, tuple(shares))))[-1].place
 
 
 def changed(mixed: Mixed, changes: Changes, place: Place, shares: Shares) -> tuple[Changes, Place]:
-    """Return all changes, and the place where the new shares, requested at this place, take effect.
-    Later changes stay.
+    """Return all changes including new shares that are requested at this place, and the place where
+    the new ones take effect. Later changes are kept.
 
     Raises:  ConfigError: as `in_effect`.
     """
@@ -81,11 +81,11 @@ def scheduled(
     global_batch: int,
     end: End,
 ) -> Changes:
-    """Return the changes before a place, and those of a schedule from there on. The schedule's
-    steps count from that place: each takes effect at the first round that begins in its step or
+    """Return the changes before a place, followed by those of a schedule. The schedule's steps
+    count from that place; each entry takes effect at the first round that begins in its step or
     later.
 
-    Raises:  ConfigError: as `in_effect`, and as `check_steps`.
+    Raises:  ConfigError: as `in_effect` and `check_steps`.
     """
     found: list[ShareChange] = []
     start, at, gone = EpochStart.of(mixed), 0, 0
@@ -112,8 +112,8 @@ def scheduled(
 
 
 class _Part(Struct, frozen=True):
-    """An epoch from a position on, which is step `gone` of a schedule. `own` are the epoch's
-    changes before that position.
+    """An epoch from one of its positions on, which is step `gone` of a schedule. `own` are the
+    changes that the epoch has before that position.
     """
 
     mixed: Mixed
@@ -125,7 +125,7 @@ class _Part(Struct, frozen=True):
     end: End
 
     def behind_epochs_before(self, step: int) -> _Part:
-        """Return the epoch of this step, if no epoch before it has any changes."""
+        """Return the epoch of this step, assuming that earlier epochs have no changes."""
         plan = self.plan(())
         _check_step(plan, self.global_batch, self.end)
         passed, _ = divmod(step - self.gone, self.steps(plan))
@@ -141,12 +141,12 @@ class _Part(Struct, frozen=True):
         return ShareChange(self.start.epoch, position, one.shares)
 
     def steps(self, plan: EpochPlan) -> int:
-        """Return how many steps the epoch has from the position on."""
+        """Return the number of steps of the epoch from the position on."""
         return step_count(plan.sample_count - self.position, self.global_batch, self.end)
 
     def reached(self, schedule: Sequence[ScheduledShares], at: int) -> int:
-        """Return how many entries of the schedule, from this one on, the epoch reaches: it has
-        their steps even without them and later entries.
+        """Return how many entries of the schedule, from index `at` on, fall into this epoch. An
+        entry does if the epoch has that step without this and later entries.
         """
         most, step = _ENTRIES_AT_ONCE, self.global_batch if self.end is End.DROP else 1
         while True:
@@ -160,9 +160,9 @@ class _Part(Struct, frozen=True):
 
 
 def check_steps(mixed: Mixed, changes: Changes, global_batch: int, end: End) -> None:
-    """Check that all epochs have steps.
+    """Check that every epoch has at least one step.
 
-    Raises:  ConfigError: one is shorter than a global batch, and incomplete ones are dropped.
+    Raises:  ConfigError: an epoch is shorter than a global batch, and incomplete ones are dropped.
     """
     for run in runs_of(mixed, changes):
         _check_step(run.plan, global_batch, end)
@@ -180,7 +180,7 @@ def _check_step(plan: EpochPlan, global_batch: int, end: End) -> None:
 
 
 def steps_before(mixed: Mixed, changes: Changes, place: Place, global_batch: int, end: End) -> int:
-    """Return how many steps a job has made before this place."""
+    """Return the number of steps that a job has made before this place."""
     epoch, position = place
     steps = -(-position // global_batch)
     for run in runs_of(mixed, changes):

@@ -1,4 +1,4 @@
-"""Compute which hosts read which lanes, and which node of several owns a block."""
+"""Compute which hosts read which lanes, and which of several nodes owns a block."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from dataplane.model.errors import ConfigError
 from dataplane.plan.permute import GAMMA, mix, mix_in_place
 from dataplane.plan.windows import Int64
 
-# An estimate looks at so many lanes.
+# Estimates are computed over this many lanes.
 _LANES_SEEN = 64
 
 
 class Cluster(Struct, frozen=True):
-    """The data-parallel ranks, host after host: rank r is on host r // ranks_per_host."""
+    """The data-parallel ranks in host order: rank r is on host r // ranks_per_host."""
 
     dp_size: int = 1
     ranks_per_host: int = 1
@@ -28,8 +28,8 @@ class Cluster(Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.ranks_per_host < 1 or self.dp_size < 1:
             raise ConfigError(
-                f"dp_size {self.dp_size} and ranks_per_host {self.ranks_per_host}: both count"
-                " from 1",
+                f"dp_size is {self.dp_size} and ranks_per_host is {self.ranks_per_host}: both must"
+                " be 1 or more",
                 field="dp_size" if self.dp_size < 1 else "ranks_per_host",
             )
 
@@ -38,19 +38,19 @@ class Cluster(Struct, frozen=True):
         return -(-self.dp_size // self.ranks_per_host)
 
     def meeting(self, lanes: int) -> int:
-        """Return the modulus m for which rank r reads lane l if l and r are equal modulo m."""
+        """Return the modulus m such that rank r reads lane l if and only if l % m == r % m."""
         return math.gcd(lanes, self.dp_size)
 
     def lanes_per_rank(self, lanes: int) -> int:
-        """How many lanes each rank reads."""
+        """Return how many lanes each rank reads."""
         return lanes // self.meeting(lanes)
 
     def lanes_per_host(self, lanes: int) -> int:
-        """How many lanes each host reads."""
+        """Return how many lanes each host reads."""
         return self.lanes_per_rank(lanes) * min(self.meeting(lanes), self.ranks_per_host)
 
     def hosts_of(self, first: int, more: int, lanes: int) -> int:
-        """How many hosts read any of the lanes from `first` to `first + more`."""
+        """Return how many hosts read at least one of the lanes from `first` to `first + more`."""
         meeting = self.meeting(lanes)
         first, more = first % meeting, min(more, meeting - 1)
         if meeting <= self.ranks_per_host or more == meeting - 1:
@@ -65,7 +65,7 @@ class Cluster(Struct, frozen=True):
         return full + int(reached.sum())
 
     def reads(self, host: int, first: Int64, last: Int64, lanes: int) -> NDArray[np.bool_]:
-        """Whether a host may read blocks that the lanes from `first` to `last` serve.
+        """Return whether a host may read blocks that the lanes from `first` to `last` contain.
 
         Shapes:  first, last: int64[n].   result: bool[n].
         """
@@ -77,8 +77,8 @@ class Cluster(Struct, frozen=True):
         return found
 
     def hosts_per_block(self, lanes: int, blocks: float) -> float:
-        """Estimate how many hosts read a block, for blocks of equal size: the hosts of its lane,
-        and for a block on a border those of both lanes.
+        """Estimate how many hosts read a block, for blocks of equal size: the hosts of its lane; if
+        it lies on a border, the hosts of both lanes.
         """
         step = -(-lanes // _LANES_SEEN)
         seen = range(0, lanes, step)
@@ -89,11 +89,11 @@ class Cluster(Struct, frozen=True):
 
 # -- owners ------------------------------------------------------------------------------------
 #
-# Which node of several owns a block: the one that others ask for it. Pure.
+# Which of several nodes owns a block: other nodes request the block from its owner. Pure.
 #
 # Weighted rendezvous hashing: every node gets a score for a block from a hash of both, and the
-# highest score wins. Each process finds the same owner without asking anybody. If a node comes or
-# goes, only the blocks that it owns change hands, and each node owns a part of the blocks in
+# highest score wins. Each process computes the same owner without communication. If a node joins or
+# leaves, only blocks that it owns get another owner. Each node owns a share of the blocks in
 # proportion to its weight.
 #
 # Source: D. G. Thaler and C. V. Ravishankar, "Using name-based mappings to increase hit rates",
@@ -101,26 +101,26 @@ class Cluster(Struct, frozen=True):
 # for data storage", SNIA Storage Developer Conference, 2015: weight / -ln(hash).
 #
 # Invariants:
-# 1. The owner depends only on the set of nodes and weights, and on what is owned.
+# 1. The owner depends only on the set of nodes and weights, and on the block's place.
 # 2. Finding an owner takes a step for each node, however many blocks there are.
 
 RUN_BYTES = 16 << 20
-"""Blocks that begin in the same so many bytes of a shard have one owner, so that small neighbours
-can be read in one request."""
+"""Blocks that begin in the same range of this many bytes of a shard have one owner, so that
+adjacent small blocks can be read in one request."""
 
 _MASK = (1 << 64) - 1
 _FRACTION_BITS = 53
 
 
 class Weighed(NamedTuple):
-    """A node and its weight, more than 0."""
+    """A node and its weight, which is greater than 0."""
 
     name: str
     weight: float
 
 
 class Owners:
-    """The owners among these nodes, each named once."""
+    """Computes which of these nodes owns a block. No node is listed twice."""
 
     def __init__(self, nodes: Sequence[Weighed]) -> None:
         self.names = tuple(node.name for node in nodes)

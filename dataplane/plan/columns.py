@@ -1,9 +1,9 @@
-"""The columns of a manifest: their null counts and coded values, and their places within each
-block, as far as the shards' indexes state them.
+"""The columns of a manifest: their null counts, the values of coded columns, and the place of each
+column within each block, if the shards' indexes state it.
 
-1. Only a job that leaves out columns needs these places, so they stay compressed: they take at most
-   as much memory as the manifest's file, and no time to load.
-2. They are encoded and decoded in parts of a bounded number of columns.
+1. Only a job that leaves out columns needs the places, so they stay compressed in memory: they take
+   at most as much as in the manifest's file, and no time to load.
+2. Places are encoded and decoded in parts of a bounded number of columns.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from dataplane.model.errors import ConfigError
 Int64 = NDArray[np.int64]
 
 PLACES_MAX = 1 << 25
-"""If there are more columns than this in total, nothing is stored, and blocks are read whole."""
+"""If there are more column places than this in total, none are stored, and blocks are read whole.
+"""
 PART_COLUMNS = 1 << 16
 _HEADER = struct.Struct("<QQ")
 _LENGTH_BYTES = 4
@@ -53,13 +54,13 @@ class PlacesPart(Struct, frozen=True, eq=False):
         """
         lowest = min(each.min(initial=0) for each in (self.offset, self.length, self.decoded))
         if lowest < 0 or (self.offset > block_length[:, None] - self.length).any():
-            raise ConfigError("a column lies outside of its block")
+            raise ConfigError("the manifest is damaged: a column lies outside of its block")
 
 
 class ColumnPlaces(Struct, frozen=True, eq=False):
-    """Places of the F top-level columns of the dataset's schema, in its order, in each of K blocks.
-    Each part has a byte that says which numbers are narrow, then all gaps, lengths and decoded
-    sizes, compressed. The gap between a column and the one before it is mostly 0.
+    """The places of the F top-level columns of a dataset's schema, in schema order, in K blocks.
+    Each part consists of a byte that says which numbers are narrow, followed by all gaps, lengths
+    and decoded sizes, compressed. A gap is the distance to the previous column, mostly 0.
     """
 
     block_count: int
@@ -71,7 +72,7 @@ class ColumnPlaces(Struct, frozen=True, eq=False):
         """Encode the places that formats report for each block (formats.base.Block.columns); None
         if they report none.
 
-        Raises:  ConfigError: blocks of different numbers of columns, or impossible numbers.
+        Raises:  ConfigError: the blocks have different numbers of columns, or invalid numbers.
         """
         width = max(map(len, blocks), default=0)
         if not width or len(blocks) * width // _NUMBERS > PLACES_MAX:

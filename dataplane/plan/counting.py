@@ -1,11 +1,12 @@
-"""Count how many of the first k slots of a mixture each source has, by its share.
+"""Count how many of the first k slots of a mixture belong to each source, from the sources' shares.
 docs/order.md specifies it.
 
-A source with the share a_i of A has F_i(k) of the first k slots, at most 3.36 away from k*a_i/A,
-for any number of sources. A tree over the sources gives F_i and its inverse in closed form.
+A source with the share a_i of a sum A has F_i(k) of the first k slots, which differs from k*a_i/A
+by 3.36 at most, for any number of sources. A tree over the sources gives F_i and its inverse in
+closed form.
 
-1. F_i(0) = 0, F_i rises by 0 or 1 a slot, and the sum of F_i(k) over all sources is k.
-2. All arithmetic is exact: shares add up to 2**32 at most, and products to less than 2**64.
+1. F_i(0) = 0; F_i grows by 0 or 1 with each slot; the sum of F_i(k) over all sources is k.
+2. All arithmetic is exact: the sum of shares is 2**32 at most, and products are less than 2**64.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class CountingTree:
     __slots__ = ("_is_left", "_levels", "_parent", "_root", "_weight", "source_count")
 
     def __init__(self, shares: Sequence[int]) -> None:
-        """Shapes:  shares: whole numbers, one above 0 at least, with a sum of 2**32 at most."""
+        """Shapes:  shares: whole numbers, at least one above 0, with a sum of 2**32 at most."""
         count = self.source_count = len(shares)
         heap = [(share, source) for source, share in enumerate(shares) if share]
         weight = [*shares, *[0] * (len(heap) - 1)]
@@ -51,7 +52,7 @@ class CountingTree:
         heapq.heapify(heap)
         for node in range(count, count + len(heap) - 1):
             small, large = heapq.heappop(heap), heapq.heappop(heap)
-            # The larger one is left; of two equal ones, the one with the smaller number.
+            # The larger share is left; of two equal ones, the source with the smaller number.
             left, right = (small, large) if small[0] == large[0] else (large, small)
             weight[node] = small[0] + large[0]
             children[node] = left[1], right[1]
@@ -71,7 +72,7 @@ class CountingTree:
             some = [child for pair in both for child in pair if child in children]
 
     def counts(self, slots: Int64) -> Int64:
-        """F_i(k): how many of the first k slots each source has.
+        """Return F_i(k): how many of the first k slots belong to each source.
 
         Shapes:  slots: int64[m], k below 2**62.   result: int64[m, sources].
         """
@@ -85,7 +86,7 @@ class CountingTree:
         return found[:, : self.source_count].astype(np.int64)
 
     def slots_for(self, sources: Int64, counts: Int64) -> Int64:
-        """The smallest k with F_i(k) >= the count, or 2**62 if it is larger: the inverse.
+        """Return the smallest k with F_i(k) >= count: the inverse of `counts`. At most 2**62.
 
         Shapes:  sources: int64[m], each with a share.   counts: int64[m].   result: int64[m].
         """
@@ -103,7 +104,7 @@ class CountingTree:
 
 
 def _share(count: Words, part: Words, whole: Words) -> Words:
-    """ceil(count * part / whole), for a part smaller than the whole."""
+    """Return ceil(count * part / whole), for a part smaller than the whole."""
     times, rest = count // whole, count % whole
     rest *= part
     rest += whole - np.uint64(1)
@@ -111,13 +112,13 @@ def _share(count: Words, part: Words, whole: Words) -> Words:
 
 
 def _before_left(count: Words, part: Words, whole: Words) -> Words:
-    """The smallest k with ceil(k * part / whole) >= count."""
+    """Return the smallest k with ceil(k * part / whole) >= count."""
     times, rest = np.divmod(count - np.uint64(1), part)
     return _bounded(times, whole, rest * whole // part + np.uint64(1))
 
 
 def _before_right(count: Words, part: Words, whole: Words) -> Words:
-    """The smallest k with floor(k * part / whole) >= count."""
+    """Return the smallest k with floor(k * part / whole) >= count."""
     times, rest = np.divmod(count, part)
     return _bounded(times, whole, (rest * whole + (part - np.uint64(1))) // part)
 
@@ -131,18 +132,18 @@ def _bounded(times: Words, whole: Words, rest: Words) -> Words:
 
 # -- shares ------------------------------------------------------------------------------------
 #
-# Shares of the sources of a mixture as whole numbers, from what a user gives as weights.
+# Convert the weights of a mixture's sources, as the user gives them, to shares in whole numbers.
 
 
 def quantised(weights: Sequence[float | Fraction]) -> tuple[int, ...]:
-    """Shares in proportion to these weights, with a sum of 2**32, by largest remainder; of equal
-    remainders, the first. A weight above 0 gives 1 at least.
+    """Return shares in proportion to these weights, with a sum of 2**32, by the largest-remainder
+    method; of equal remainders, the first one wins. A weight above 0 becomes at least 1.
 
     Raises:  ConfigError: a weight is negative or not finite, or all are 0.
     """
     for weight in weights:
         if not (math.isfinite(weight) and weight >= 0):
-            raise ConfigError(f"a weight of {weight}: choose a number, 0 or more", field="weight")
+            raise ConfigError(f"a weight is {weight}: choose a number, 0 or more", field="weight")
     exact = [Fraction(weight) for weight in weights]
     total = sum(exact)
     if not total:
@@ -155,7 +156,7 @@ def quantised(weights: Sequence[float | Fraction]) -> tuple[int, ...]:
     by_rest = sorted(range(len(shares)), key=lambda at: (shares[at] - wanted[at], at))
     for at in [at for at in by_rest if shares[at]][: max(left, 0)]:
         shares[at] += 1
-    # Shares that were raised to 1 may make the sum too large: the largest one pays.
+    # Raising shares to 1 may make the sum too large: reduce the largest share.
     shares[max(range(len(shares)), key=shares.__getitem__)] += min(left, 0)
     return tuple(shares)
 
@@ -169,7 +170,7 @@ def of_tokens(weights: Sequence[float], lengths: Sequence[float]) -> list[Fracti
     for length in lengths:
         if not (math.isfinite(length) and length > 0):
             raise ConfigError(
-                f"samples of {length} tokens on average: give the mean length of a source's samples"
+                f"the mean length of a source's samples is {length} tokens: give a number above 0"
                 " as mean_length",
                 field="mean_length",
             )
@@ -178,10 +179,10 @@ def of_tokens(weights: Sequence[float], lengths: Sequence[float]) -> list[Fracti
 
 
 def by_temperature(counts: Sequence[int], temperature: float) -> list[float]:
-    """Return weights n**(1/T) of sources with n samples: T=1 is in proportion to their sizes, and
-    the larger T is, the more equal they are.
+    """Return weights n**(1/T) for sources with n samples. T=1 weighs sources in proportion to their
+    sizes; a larger T makes the weights more equal.
 
-    Raises:  ConfigError: the temperature is not above 0, or so small that a source has no weight.
+    Raises:  ConfigError: the temperature is not above 0, or so small that a weight becomes 0.
     """
     if not temperature > 0:
         raise ConfigError(
@@ -190,12 +191,12 @@ def by_temperature(counts: Sequence[int], temperature: float) -> list[float]:
             field="temperature",
         )
     largest = max(counts)
-    # Rounded, since the last digits of a power depend on the machine's library.
+    # Rounded, since the last digits of a power depend on the platform's math library.
     found = [float(f"{(count / largest) ** (1 / temperature):.9g}") for count in counts]
     if not all(found):
         raise ConfigError(
-            f"temperature is {temperature}: a source of {min(counts)} samples would not be read"
-            f" beside one of {largest}. Choose a larger one, or leave the source out",
+            f"temperature is {temperature}: a source of {min(counts)} samples would get weight 0"
+            f" beside one of {largest}. Choose a larger temperature, or leave the source out",
             field="temperature",
         )
     return found

@@ -18,29 +18,29 @@ from dataplane.plan.order import RAMP_MAX, counted
 
 MIB, GIB = 1 << 20, 1 << 30
 
-# The memory that the open windows of all lanes may take, over all hosts: a seventh of the decoded
-# dataset within these limits. With blocks of 64 MiB, 36 GiB have room for 512 lanes.
+# The memory that the open windows of all lanes may take, summed over all hosts: a seventh of the
+# decoded dataset, within these limits. With blocks of 64 MiB, 36 GiB suffice for 512 lanes.
 OPEN_SHARE = 7
 OPEN_BYTES_MIN = 256 * MIB
 OPEN_BYTES_MAX = 36 * GIB
-# A permutation of so many entries is computed in a third of a second.
+# Computing a permutation of this many entries takes a third of a second.
 WINDOW_SAMPLES_MAX = 1 << 22
-# All of them take 64 MiB.
+# The permutations of this many samples take 64 MiB.
 OPEN_SAMPLES_MAX = 1 << 24
 PERMUTATION_BYTES = 4
 
 # Each usual number of GPUs (a power of two, or three times a power of two) divides at least one of
 # these numbers.
 LANES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1536, 3072)
-# A host reads little more than its own lanes. Large datasets are read by many hosts, so they get
-# many lanes.
+# Lanes of this size keep the number of blocks that two hosts read small. A large dataset is read by
+# many hosts, so it gets many lanes.
 LANE_BYTES = GIB
 # A block on the border of two lanes is read for both lanes. If lanes have this many blocks or more,
 # that is at most one more block to read in seven.
 LANE_BLOCKS_MIN = 7
-# Each lane always has a block open: a window covers at least one sixteenth of a block.
+# Each lane always has at least one block open: a window covers at least this part of a block.
 WINDOW_SHARE_MIN = 16
-# If fewer blocks than this can be open, lanes make better use of them than long windows.
+# If fewer blocks than this can be open, more lanes shuffle better than longer windows.
 SCARCE_BLOCKS = 256
 LANES_IF_SCARCE = 128
 
@@ -52,10 +52,10 @@ RAMP_SHARE_MIN = 8
 
 
 class BlockSizes(Struct, frozen=True):
-    """A dataset's mean sizes, rounded up to integers, so that every host computes the same ones.
+    """A dataset's mean sizes, rounded up to integers, so that every host computes the same values.
 
-    `usual_rows` is the mean size of the block that contains a sample, averaged over samples: more
-    than `block_rows` if blocks differ. No default depends on it.
+    `usual_rows` is the number of rows of the block that contains a sample, averaged over samples.
+    If blocks differ in size, it is more than `block_rows`. No default depends on it.
     """
 
     samples: int
@@ -119,15 +119,16 @@ def open_bytes_max(sizes: BlockSizes) -> int:
 
 
 def mixed_lanes(sizes: Sequence[BlockSizes]) -> int:
-    """Return the lanes of a mixture of several datasets: those of one dataset with all of their
-    blocks.
+    """Return the lanes of a mixture of several datasets: as many as one dataset with all of their
+    blocks would have.
     """
     return _lanes(_together(sizes))
 
 
 def source_window(sizes: BlockSizes, lanes: int, every: Sequence[BlockSizes]) -> int:
-    """Return the window of one dataset of a mixture with this many lanes. The dataset gets a part
-    of the open windows' memory, and of their samples, in proportion to its bytes, or half a block.
+    """Return the window of one dataset of a mixture with this many lanes. The dataset's share of
+    the memory for open windows, and of their samples, is proportional to its bytes. The window is
+    at least half a block.
     """
     whole = _together(every)
     if lanes == 1 and _is_one_window(whole):
@@ -174,7 +175,7 @@ def _shortest(sizes: BlockSizes) -> int:
 
 
 def _longest(sizes: BlockSizes, lanes: int) -> int:
-    """The longest window within all limits; below 1 if there is none."""
+    """Return the longest window within all limits; below 1 if there is none."""
     left = open_bytes_max(sizes) // lanes - sizes.block_bytes
     return min(
         left // (sizes.sample_bytes + PERMUTATION_BYTES),
@@ -192,14 +193,14 @@ def _window(sizes: BlockSizes, lanes: int) -> int:
         return longest
     if lanes > 1:
         return shortest
-    # Blocks are too large for the limit: use only the memory that is needed anyway.
+    # The blocks are too large for the limit: use only the memory that is needed in any case.
     fitting = open_bytes_max(sizes) // (sizes.sample_bytes + PERMUTATION_BYTES)
     return max(min(sizes.block_rows, fitting, WINDOW_SAMPLES_MAX), 1)
 
 
 def _ramp(sizes: BlockSizes, lanes: int, window: int) -> int:
-    """Return how often windows are halved until the first windows of all lanes take RAMP_BYTES, or
-    are as short as useful.
+    """Return how often windows must be halved until the first windows of all lanes take RAMP_BYTES
+    in total, or until they are as short as is useful.
     """
     least = max(
         -(-RAMP_BLOCKS_MIN * sizes.block_rows // lanes), -(-sizes.block_rows // RAMP_SHARE_MIN)

@@ -35,9 +35,9 @@ from dataplane.plan.shuffled import (
 from dataplane.plan.slices import Slice
 from dataplane.plan.windows import WINDOW_CACHE_BYTES, Windows
 
-# Number of sampled stretches of the order, and their minimum and maximum length. A stretch opens
-# windows of as many lanes as it has samples. All stretches together compute at most this many
-# permutation entries: about two seconds.
+# The number of ranges of the order that are sampled, and their minimum and maximum length. A range
+# may open the windows of as many lanes as it has samples. All ranges together compute at most
+# _PROBE_ENTRIES entries of permutations, which takes about two seconds.
 _PROBES = 16
 _PROBE_SAMPLES = (1024, 65_536)
 _PROBE_ENTRIES = 1 << 25
@@ -48,17 +48,17 @@ _DROP_SHARE_MAX = 0.01
 class Explanation:
     """The cost of one epoch, and the quality of its shuffle. Times are not estimated.
 
-    `hosts_per_block_*` counts hosts that may need a block (an upper bound: a host whose ranks by
-    chance take none of its samples is counted). `displacement` is the mean distance between a
-    sample's position and its place in the dataset, divided by the average of a perfect shuffle: 0
-    is the dataset's own order, 1 is perfect (and the maximum, even if samples moved further by
-    chance). `blocks_per_batch` and `shards_per_batch` count the distinct blocks and shards in a
-    global batch; their `_perfect` counterparts are those of a perfect shuffle. If a batch is too
-    long, or opens too many long windows, only its first `probed_per_batch` samples are counted.
-    `quality` is the entropy of a batch's labels if the dataset is sorted by 100 labels, divided by
-    that of a perfect shuffle, at most 1: in all epochs but the first. `quality_of_epoch_0` is lower
-    if the ramp covers much of the dataset: the first windows of a lane have `ramp_windows` samples,
-    and from position `ramp_end` of epoch 0 on, all lanes have full windows.
+    `hosts_per_block_*` counts the hosts that may need a block. It is an upper bound: a host is
+    counted even if its ranks happen to take none of the block's samples. `displacement` is the mean
+    distance between a sample's position and its place in the dataset, relative to a perfect
+    shuffle: 0 is the dataset's own order, 1 is perfect, and larger values are shown as 1.
+    `blocks_per_batch` and `shards_per_batch` count the distinct blocks and shards in a global
+    batch; their `_perfect` counterparts are those of a perfect shuffle. If a batch is too long, or
+    opens too many long windows, only its first `probed_per_batch` samples are counted. `quality` is
+    the entropy of a batch's labels if the dataset is sorted by 100 labels, relative to a perfect
+    shuffle, and holds for all epochs but the first. `quality_of_epoch_0` is lower if the ramp
+    covers much of the dataset: the first windows of a lane have `ramp_windows` samples, and from
+    position `ramp_end` of epoch 0 on, all lanes have full windows.
     """
 
     step_count: int
@@ -94,8 +94,8 @@ def explain(
     *,
     ramp: int = 0,
 ) -> Explanation:
-    """Explain an order for these ranks, which make these steps. `ramp` is that of the job, even if
-    the order is of a later epoch.
+    """Compute the explanation of an order for these ranks and steps. `ramp` is that of the job,
+    even if the order is of a later epoch, which has none.
 
     Raises:  ConfigError: invalid combination of batch and ranks.
     """
@@ -150,8 +150,8 @@ def _quality(sizes: BlockSizes, order: Order, ramp: int, global_batch: int) -> f
 
 
 def _ramp_windows(order: Order, ramp: int) -> tuple[int, ...]:
-    """Return how many samples the first windows of the first lane have in epoch 0, before the first
-    full one. Those of other lanes have as many or fewer.
+    """Return the sizes of the windows before the first full one, in the first lane of epoch 0.
+    Other lanes have as many such windows or fewer.
     """
     windows = Windows(order.seed, 0, order.lanes, order.window, ramp, order.sample_count)
     found: list[int] = []
@@ -206,7 +206,7 @@ def _probe(manifest: Manifest, order: Order, batch: int) -> _Probed:
 
 
 def _perfect(shares: np.ndarray[tuple[int, ...], np.dtype[np.float64]], batch: int) -> float:
-    """Return how many distinct groups `batch` independent draws hit, on average."""
+    """Return the expected number of distinct groups that `batch` independent draws hit."""
     with np.errstate(divide="ignore"):
         return float(-np.expm1(np.log1p(-np.minimum(shares, 1.0)) * batch).sum())
 
@@ -231,9 +231,8 @@ def _warnings(order: Order, lanes_per_host: int, dropped: int) -> list[str]:
 
 # -- explain mixture ---------------------------------------------------------------------------
 #
-# Compute what `dataplane plan` shows of a mixture: the part of each source in an epoch.
-#
-# Counts come from the plan that streams are made from, so they are exact.
+# What `dataplane plan` shows of a mixture: the part of each source in an epoch. The counts come
+# from the same plan as the streams, so they are exact.
 
 # A model learns about as much from the first four passes over a text as from as many new texts, and
 # much less from later ones (Muennighoff et al., Scaling Data-Constrained Language Models, 2023).
@@ -243,10 +242,11 @@ _OFF_MAX = 0.01
 
 @dataclass(frozen=True, slots=True)
 class SourcePlan:
-    """One source's part of an epoch. Both shares are of samples; `asked_share` is the share that
-    the weights ask for, averaged over the epoch if they change in it. `passes` is how often the
-    epoch reads the source. If the epoch reads all samples that it may, `exhausted_position` is the
-    position after the last one, and `exhausted_step` its step; otherwise both are None.
+    """One source's part of an epoch. Both shares are shares of samples. `asked_share` is the share
+    that the weights ask for, averaged over the epoch if they change in it. `passes` is how often
+    the epoch reads the source. If the epoch reads all samples that it is allowed to,
+    `exhausted_position` is the position after the last one, and `exhausted_step` its step;
+    otherwise both are None.
     """
 
     name: str
@@ -272,7 +272,7 @@ class PlannedChange:
 
 @dataclass(frozen=True, slots=True)
 class MixtureExplanation:
-    """The contents of one epoch of a mixture, and the cost of its open windows. Times are not
+    """The contents of one epoch of a mixture, and the memory for its open windows. Times are not
     estimated.
     """
 
@@ -330,8 +330,8 @@ def explain_mixture(
 
 
 def _asked(spec: JobSpec, plan: EpochPlan) -> list[tuple[int, Shares]]:
-    """Return the shares that the weights of the job ask for in an epoch, each from a
-    position on.
+    """Return the shares that the job's weights ask for in an epoch, with the position from which
+    each applies.
     """
     mixture = spec.mixture
     assert mixture is not None
@@ -358,8 +358,8 @@ def _sources(
     limits: Sequence[int],
     asked: Sequence[tuple[int, Shares]],
 ) -> tuple[tuple[SourcePlan, ...], list[ShuffledSource]]:
-    """Return each source's part of the epoch, and the reads of sources that have a part. `limits`:
-    the most samples that an epoch may have of each source.
+    """Return each source's part of the epoch, and estimates of reads for sources that have a part.
+    `limits` are the most samples that an epoch may have of each source.
     """
     mixture, plan = spec.mixture, order.plan
     assert mixture is not None
@@ -393,7 +393,7 @@ def _sources(
 
 
 def _last_position(order: MixedOrder, source: int) -> int:
-    """Return the last position of a source: somewhere in the last round that has it."""
+    """Return the position of a source's last sample, searching the last round that has any."""
     plan = order.plan
     in_round = [
         (each.round_steps * each.shares[source] // sum(each.shares) + 8) * each.lanes * each.batch
@@ -416,7 +416,7 @@ def _mixture_warnings(sources: Sequence[SourcePlan]) -> list[str]:
             )
         if abs(one.share - one.asked_share) > _OFF_MAX:
             said.append(
-                f"source {one.name!r} has {one.share:.1%} of the samples, and not"
+                f"source {one.name!r} has {one.share:.1%} of the samples instead of"
                 f" {one.asked_share:.1%}: "
                 + (
                     f"it is exhausted at step {one.exhausted_step}, and the epoch goes on"

@@ -1,4 +1,4 @@
-"""The inner loops of a plan, over all of its samples: the functions of loops.c."""
+"""Python bindings of loops.c, the loops that a plan runs over all of its samples."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _SIGNATURES: dict[str, compiled.Signature] = {
 
 @functools.cache
 def loops() -> ctypes.CDLL:
-    """The library, loaded once."""
+    """Return the library, which is loaded once."""
     return compiled.load(LIBRARY, SOURCE, "loops_source_crc", _SIGNATURES)
 
 
 def sort_rows(words: NDArray[np.uint64]) -> None:
-    """Sort each row by itself, in place.
+    """Sort each row independently, in place.
 
     Shapes:  words: uint64[m, n], contiguous.
     """
@@ -51,8 +51,8 @@ def sort_rows(words: NDArray[np.uint64]) -> None:
 
 
 def find_places(places: Int64, first: Int32, shift: int, starts: Int64) -> tuple[Int64, Int64]:
-    """The interval of each place, and the place within it. `first[p]` is the interval of the place
-    p << shift, or that of the last place if p << shift is beyond it.
+    """Return the interval that contains each place, and the place's offset in it. `first[p]` is the
+    interval of place p << shift, or of the last place if p << shift is beyond it.
 
     Shapes:  places: int64[m], each in an interval.   starts: int64[n + 1], rising, from 0.
     first: int32[p + 2], where p is the part of the last place.   result: int64[m], int64[m].
@@ -83,7 +83,7 @@ def lay_records(
 
 
 def number_values(values: Int64, lowest: int, span: int) -> tuple[Int64, Int64]:
-    """The distinct values in rising order, and where among them each value is.
+    """Return the distinct values in ascending order, and the index of each value among them.
 
     Shapes:  values: int64[n], in [lowest, lowest + span).   result: int64[m], int64[n].
     """
@@ -97,7 +97,7 @@ def number_values(values: Int64, lowest: int, span: int) -> tuple[Int64, Int64]:
 
 
 def best_fit_count(lengths: Int64, room: int, most: int) -> int:
-    """How many packs `best_fit` makes of these rows, whatever their order."""
+    """Return how many packs `best_fit` makes of these rows, in any order."""
     lengths, scratch = _to_fit(lengths, room)
     count: int = loops().best_fit(
         lengths.ctypes.data, None, len(lengths), room, most, scratch.ctypes.data, None, None
@@ -106,8 +106,8 @@ def best_fit_count(lengths: Int64, room: int, most: int) -> int:
 
 
 def best_fit(lengths: Int64, ranked: Int64, room: int, most: int) -> tuple[Int64, Int64]:
-    """Put rows into packs of `room`, best fit, longest rows first, rows of equal length in the
-    order `ranked`. loops.h says how.
+    """Put rows into packs of `room` tokens, best fit, longest rows first, and rows of equal length
+    in the order `ranked`. loops.h describes the algorithm.
 
     Shapes:  lengths, ranked: int64[n], lengths in [0, room].   result: the rows, pack after pack,
     int64[m], without those of length 0, and where each pack begins, int64[packs + 1].
@@ -124,7 +124,7 @@ def best_fit(lengths: Int64, ranked: Int64, room: int, most: int) -> tuple[Int64
 
 
 def _to_fit(lengths: Int64, room: int) -> tuple[Int64, Int64]:
-    """The lengths as C expects them, and its scratch memory."""
+    """Return the lengths as C expects them, and scratch memory."""
     assert not len(lengths) or 0 <= lengths.min() <= lengths.max() <= room
     scratch = np.empty(4 * len(lengths) + 4 * room + 64, np.int64)
     return np.ascontiguousarray(lengths, np.int64), scratch

@@ -1,8 +1,9 @@
 """The manifest: a dataset's shards and blocks, with a fingerprint.
 
-1. Two manifests are equal if and only if their fingerprints are: same shards, same content, cut
-   into the same blocks. The `urls` that the user passed are not part of it.
-2. Every block has samples; blocks lie in shard order, and in a shard in the format's order.
+1. Two manifests are equal if and only if their fingerprints are: same shards, same content, divided
+   into the same blocks. The `urls` that the user passed are not covered.
+2. Every block has samples. Blocks are in the order of their shards, and within a shard in the order
+   that the format defines.
 3. A file is accepted only if its checksum and its fingerprint are correct.
 """
 
@@ -37,14 +38,14 @@ from dataplane.plan.texts import Piece, records
 
 # -- sealed ------------------------------------------------------------------------------------
 #
-# Bytes with a checksum: a damaged file is refused before it is parsed.
+# A file is its content with a checksum, so that a damaged file is refused before it is parsed.
 
 _MARK = b"DP-INDEX"
 _CHECKSUM_BYTES = 32
 
 
 def sealed(body: bytes) -> bytes:
-    """The body, its checksum, and a mark: a reader of only the body may ignore both."""
+    """Append a checksum and a mark to the body. A reader of the body may ignore both."""
     return body + _checksum(body) + _MARK
 
 
@@ -57,15 +58,15 @@ def unsealed(content: Buffer, name: str) -> memoryview:
     end = len(whole) - _CHECKSUM_BYTES - len(_MARK)
     mark = bytes(whole[-len(_MARK) :])
     if end < 0 or mark != _MARK:
-        raise damaged(name, f"{_MARK!r} at its end (was it cut short?)", repr(mark), max(end, 0))
+        raise damaged(name, f"{_MARK!r} at its end (was it truncated?)", repr(mark), max(end, 0))
     body = whole[:end]
     if bytes(whole[end : -len(_MARK)]) != _checksum(body):
-        raise damaged(name, "the checksum at its end", f"another one over {end} bytes", end)
+        raise damaged(name, "the checksum at its end", f"a different one of {end} bytes", end)
     return body
 
 
 def damaged(name: str, expected: str, found: str, offset: int = 0) -> CorruptShard:
-    """The error for a manifest that is not intact."""
+    """Return the error for a manifest that is damaged."""
     return CorruptShard(
         f"{name} is not an intact manifest: expected {expected}, found {found}."
         " Index the dataset again",
@@ -77,14 +78,14 @@ def damaged(name: str, expected: str, found: str, offset: int = 0) -> CorruptSha
 
 
 def check_version(metadata: Mapping[bytes, bytes], expected: int, name: str) -> None:
-    """Check the version of a manifest that errors call `name`.
+    """Check the version of a manifest, which errors call `name`.
 
-    Raises:  ConfigError: it has another version.
+    Raises:  ConfigError: the manifest has another version.
     """
     found = metadata[b"dataplane.manifest"].decode()
     if found != str(expected):
         raise ConfigError(
-            f"{name} is a manifest of version {found}, and this is Dataplane with version"
+            f"{name} is a manifest of version {found}, and this Dataplane reads version"
             f" {expected}: index the dataset again, or use the release that wrote it",
             field="version",
             expected=expected,
@@ -108,7 +109,7 @@ _COLUMNS: tuple[tuple[str, np.dtype[Any]], ...] = (
     ("block_decoded", np.dtype(np.int64)),
 )
 _BLOCK_LISTS = ("rows", "gap", "length", "decoded")
-# Of nothing: the places of columns lie behind the table.
+# Always empty: the places of columns are stored after the table.
 _COLUMN_LISTS = ("column_gap", "column_length", "column_decoded")
 _FILE_SCHEMA = pa.schema(
     [
@@ -125,14 +126,14 @@ _FILE_SCHEMA = pa.schema(
 )
 
 
-# Serialise, for a manifest, how many rows of each block some views have.
+# Serialise the number of rows that some views have in each block, for a manifest.
 
 ViewCounts = Mapping[str, NDArray[np.int64]]
-"""By the name of the view: int64[K]."""
+"""Counts by the name of the view: int64[K]."""
 
 
 def counts_to_bytes(counts: ViewCounts) -> bytes:
-    """One Arrow stream, zstd-compressed, with a column for each view; empty without views."""
+    """Return one zstd-compressed Arrow stream with a column for each view; empty without views."""
     if not counts:
         return b""
     narrow = {name: each.astype(np.min_scalar_type(each.max())) for name, each in counts.items()}
@@ -155,7 +156,7 @@ def counts_from_bytes(content: bytes, block_count: int) -> ViewCounts:
     with pa.ipc.open_stream(pa.py_buffer(content)) as reader:
         batch = reader.read_next_batch()
     if batch.num_rows != block_count:
-        raise ValueError(f"the views are of {batch.num_rows} blocks")
+        raise ValueError(f"the row counts of views are for {batch.num_rows} blocks")
     return {name: batch.column(name).to_numpy().astype(np.int64) for name in batch.schema.names}
 
 
@@ -163,17 +164,19 @@ def counts_from_bytes(content: bytes, block_count: int) -> ViewCounts:
 class Manifest:
     """The shards of a dataset and their K blocks. The arrays are read-only.
 
-    `schema` is the dataset's Arrow schema, serialised; `fingerprint` is 32 hex digits.
+    `schema` is the dataset's Arrow schema, serialised; `fingerprint` is 32 hex digits. `shards` may
+    be a sequence of Shard.
 
-    Shapes:  block_shard: int32[K], rising.   block_rows: int64[K], samples, > 0.
+    Fields with a default are derived from the content of the shards, so the fingerprint does not
+    cover them: `nulls`, None if unknown; `categories`, the sorted values of some columns;
+    `pack_counts`, the counts of `packed_blocks.py` by name; and `view_counts`, the rows of each
+    block in views, by the views' names. The manifest of a view has the rows of the view, and the
+    fingerprint of `whole`, the manifest of the whole dataset, whose blocks `kept` have rows in the
+    view. If samples are packs of rows, `block_rows` counts packs, and `documents` rows.
+
+    Shapes:  block_shard: int32[K], ascending.   block_rows: int64[K], samples, > 0.
              block_offset, block_length: int64[K], bytes in the shard.
              block_decoded: int64[K], bytes, an estimate.
-    What has a default follows from the content of the shards, so it is not part of the fingerprint:
-    `nulls`, None if unknown; `categories`, the sorted values of some columns; `pack_counts`, what
-    `packed_blocks.py` knows by name, and `view_counts`, the rows of each block in views, by their
-    names. The manifest of a view has its rows, and the fingerprint of `whole`, the dataset's own,
-    whose blocks `kept` have rows in the view. If samples are packs of rows, `block_rows` counts
-    packs, and `documents` rows. `shards` may be a sequence of Shard.
     Raises:  ConfigError: the columns do not fit together, or there are no samples.
     """
 
@@ -252,7 +255,7 @@ class Manifest:
         return len(self.block_rows)
 
     def block_in_shard(self, block: int) -> int:
-        """The block's index within its shard, which a format's RawBlock needs.
+        """Return the block's index within its shard, which a format's RawBlock needs.
 
         Raises:  ConfigError: there is no such block.
         """
@@ -268,14 +271,14 @@ class Manifest:
         return replace(self, categories={**self.categories, **values})
 
     def with_view(self, name: str, counts: Int64) -> Manifest:
-        """Return the manifest with the counts of a view added: the rows of each block that
-        it has.
+        """Return the manifest with the counts of one more view: the number of its rows in each
+        block.
         """
         return replace(self, view_counts={**self.view_counts, name: counts})
 
     def viewed(self, counts: Int64) -> Manifest:
         """Return the manifest of a view with this many rows of each block. Blocks without any are
-        left out.
+        left out. So order, lanes, shuffle and resume need not know of views.
 
         Shapes:  counts: int64[K], at most the rows of each block.
         Raises:  ConfigError: the view has no rows.
@@ -317,13 +320,14 @@ class Manifest:
         )
 
     def to_bytes(self) -> bytes:
-        """Serialise to one compressed Arrow stream with one row a shard, then places of columns, a
-        checksum, and a mark.
+        """Serialise to one compressed Arrow stream with one row per shard, followed by the places
+        of columns, a checksum, and a mark.
         """
         shards = self.shards
         places = b"" if self.column_places is None else self.column_places.to_bytes()
         ends = self.block_offset + self.block_length
-        # Gaps between blocks are nearly always 0. If the arithmetic wraps, reading wraps it back.
+        # Gaps between blocks are nearly always 0. If a difference overflows, reading undoes
+        # that.
         gap = self.block_offset.copy()
         same = self.block_shard[1:] == self.block_shard[:-1]
         gap[1:][same] -= ends[:-1][same]
@@ -362,14 +366,14 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, content: Buffer, name: str = "the manifest") -> Manifest:
-        """Return the manifest that `to_bytes` wrote; errors call it `name`.
+        """Parse the manifest that `to_bytes` wrote; errors call it `name`.
 
-        Raises:  CorruptShard: it is not a manifest, or damaged.  ConfigError: of another version.
+        Raises:  CorruptShard: not a manifest, or damaged.  ConfigError: of another version.
         """
         body = unsealed(content, name)
         try:
             options = pa.ipc.IpcReadOptions(use_threads=False)
-            # The system's allocator returns freed memory to the machine.
+            # Unlike Arrow's default, the system's allocator returns freed memory to the machine.
             pool = pa.system_memory_pool()
             source = pa.py_buffer(body)
             with pa.ipc.open_stream(source, options=options, memory_pool=pool) as reader:
@@ -401,12 +405,12 @@ class Manifest:
     def _check(self) -> None:
         lengths = {len(getattr(self, name)) for name, _ in _COLUMNS}
         if len(lengths) != 1:
-            raise ConfigError(f"block columns of different lengths {sorted(lengths)}")
+            raise ConfigError(f"block columns have different lengths: {sorted(lengths)}")
         places = self.column_places
         if places is not None and places.block_count != self.block_count:
-            raise ConfigError("the places of columns are not those of the blocks")
+            raise ConfigError("the places of columns are for a different number of blocks")
         if (self.block_shard[1:] < self.block_shard[:-1]).any():
-            raise ConfigError("blocks must lie in the order of their shards", field="block_shard")
+            raise ConfigError("blocks must be in the order of their shards", field="block_shard")
         if self.block_shard[-1] >= len(self.shards):
             raise ConfigError("a block lies in a shard that does not exist", field="block_shard")
         counts = np.bincount(self.block_shard, minlength=len(self.shards))
@@ -420,13 +424,13 @@ class Manifest:
             )
 
     def _fingerprint(self) -> str:
-        """A hash of the canonical encoding: lengths before texts, numbers as little-endian."""
+        """Hash the canonical encoding: lengths before texts, numbers as little-endian."""
         digest = hashlib.blake2b(digest_size=16, person=b"dp-manifest-1")
         texts = (self.format.encode(), self.schema)
         digest.update(b"".join(struct.pack("<Q", len(text)) + text for text in texts))
         digest.update(struct.pack("<QQ", len(self.shards), self.block_count))
         shards = self.shards
-        # The object's url without its signature, which changes every day.
+        # Urls without their signatures, which differ each time that a url is signed.
         urls, etags = shards.urls.changed(unsigned, b"@?").piece(), shards.etags.piece()
         empty = Piece(shards.empty, shards.empty_starts[:-1], shards.empty_starts[1:])
         numbers = (
@@ -450,8 +454,8 @@ def _decoded(batch: Any, metadata: dict[bytes, bytes], body: memoryview) -> Mani
     rows, gap, length, decoded = (
         texts.values_of_lists(batch.column(name)) for name in _BLOCK_LISTS
     )
-    # In place, for these are the largest columns: where each block ends among all blocks, where it
-    # begins, and then where it begins in its shard. Wrapping arithmetic undoes itself.
+    # In place, since these are the largest columns: first where each block ends among all blocks,
+    # then where it begins, then where it begins in its shard. Overflows cancel out.
     offset = gap + length
     np.cumsum(offset, out=offset)
     before = np.where(starts[:-1] > 0, offset.take(starts[:-1] - 1, mode="clip"), 0)

@@ -1,10 +1,10 @@
 """The order of one epoch of a mixture of datasets. docs/order.md specifies it.
 
 1. The order is a bijection of [0, N) onto the samples that the epoch's plan takes of each source.
-2. In a round, all lanes have as many samples of a source, and at any step different lanes are at
-   different places of the round: so the ranks, and the batches, have even shares of each source.
-3. Every source has the mixture's lanes, and a lane of the mixture reads one lane of a source at a
-   time: a rank that stays on its lanes reads their blocks only.
+2. In a round, all lanes have equally many samples of each source, and at any step different lanes
+   are at different places of the round: so all ranks and all batches have even shares.
+3. Every source is divided into the same number of lanes as the mixture, and a lane of the mixture
+   reads one lane of a source at a time: a rank that stays on its lanes reads only their blocks.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _PASSES_HELD = 4
 
 
 class SourceOrder(Struct, frozen=True):
-    """The shuffle of one source. If it is `balanced`, its samples are packs that plan/balance.py
-    has numbered.
+    """The shuffle of one source. If it is `balanced`, its samples are packs, numbered by
+    plan/balance.py.
 
     Shapes:  block_rows: integer[K].
     """
@@ -47,10 +47,10 @@ class SourceOrder(Struct, frozen=True):
 class _Rounds(Struct, frozen=True):
     """Rounds of one segment.
 
-    Shapes:  source: int32[m, R], the source of each slot before it is moved.   first: int64[m,
-    sources], what to add to the place of a slot for its number among the source's slots of the
-    lane.   place: int64[m, R], where step s of a round is.   shift: int64[m, lanes], by how much a
-    lane is ahead.   steps: int64[m].
+    Shapes:  source: int32[m, R], the source of each slot of a round before lanes are shifted.
+    first: int64[m, sources], added to a slot's place to get its number among the source's slots of
+    the lane.   place: int64[m, R], where step s of a round is.   shift: int64[m, lanes], by how
+    much a lane is ahead.   steps: int64[m].
     """
 
     source: NDArray[np.int32]
@@ -61,8 +61,8 @@ class _Rounds(Struct, frozen=True):
 
 
 class MixedOrder:
-    """A SampleOrder over the blocks of all sources: first those of the first source, and so on. Not
-    thread-safe, since it caches windows; `block_span` may be called at any time.
+    """A SampleOrder over the blocks of all sources, numbered source after source. Not thread-safe,
+    since it caches windows; only `block_span` may be called at any time.
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class MixedOrder:
         self._blocks = np.cumsum([0, *(len(one.block_rows) for one in sources)])
         self._starts = np.array([one.start for one in plan.segments], np.int64)
         tail_base = [] if plan.tail is None else [plan.tail.base]
-        # What was read of each source when each segment, and the tail, begins.
+        # How many samples of each source were read before each segment, and before the tail.
         self._bases = np.array([*(one.base for one in plan.segments), *tail_base])
         self._round_keys = (key(seed, Domain.ROUND), key(seed, Domain.ROUND_LANES))
         self._trees: OrderedDict[tuple[int, ...], CountingTree] = OrderedDict()
         self._passes: OrderedDict[tuple[int, int], Order] = OrderedDict()
-        # The first and the last pass of each source, which block_span needs at once.
+        # The first and the last pass over each source, which block_span needs at once.
         self._first_pass = plan.base // self._counts
         self._last_pass = (plan.base + np.maximum(plan.counts, 1) - 1) // self._counts
         self._edges = {
@@ -92,7 +92,7 @@ class MixedOrder:
 
     @property
     def block_count(self) -> int:
-        """How many blocks all sources have."""
+        """The number of blocks of all sources."""
         return int(self._blocks[-1])
 
     def locate(self, positions: Int64) -> tuple[Int64, Int64]:
@@ -111,7 +111,8 @@ class MixedOrder:
         return blocks, rows
 
     def samples_at(self, positions: Int64) -> tuple[Int64, Int64]:
-        """Return the source at each position, and which of its samples, counted over all passes.
+        """Return the source at each position, and the number of its sample, counted over all
+        passes.
 
         Shapes:  positions: int64[n], any order.   result: int64[n], int64[n].
         Raises:  ConfigError: a position is not in [0, N).
@@ -131,8 +132,8 @@ class MixedOrder:
         return source, sample
 
     def pack_keys(self, positions: Int64, blocks: Int64) -> Words:
-        """Return the key with which the packs of the block at each position are drawn, if samples
-        are packs: a different one in each pass over the source.
+        """Return the key from which the packs of the block at each position are drawn, if samples
+        are packs. The key differs between passes over the source.
 
         Shapes:  positions, blocks: int64[n].   result: uint64[n].
         """
@@ -144,7 +145,7 @@ class MixedOrder:
         return found
 
     def keys_of_packs(self, block: int) -> list[int]:
-        """Return the keys with which the packs of a block are drawn in this epoch: one for each
+        """Return the keys from which the packs of a block are drawn in this epoch: one for each
         pass.
 
         Raises:  ConfigError: no such block.
@@ -155,7 +156,7 @@ class MixedOrder:
         return [int(extended(word, at)[0]) for word in words]
 
     def positions_of(self, block: int, row: int) -> Int64:
-        """All positions of the epoch at which this row of a block is, in rising order.
+        """Return all positions of the epoch at which this row of a block is, in ascending order.
 
         Shapes:  result: int64[n], which may be empty.
         Raises:  ConfigError: no such block, or no such row in it.
@@ -170,7 +171,7 @@ class MixedOrder:
         return np.sort(self.positions_of_samples(source, samples))
 
     def positions_of_samples(self, source: int, samples: Int64) -> Int64:
-        """Return where these samples of a source are: the inverse of `samples_at`.
+        """Return the positions of these samples of a source: the inverse of `samples_at`.
 
         Shapes:  samples: int64[n], those that the epoch has.   result: int64[n].
         """
@@ -188,8 +189,8 @@ class MixedOrder:
         return found
 
     def block_span(self, blocks: Int64) -> tuple[Int64, Int64]:
-        """The first and the last position at which any sample of each block may stand, to a round;
-        NEVER if the epoch does not need it.
+        """Return the first and the last position at which any sample of each block may be, rounded
+        to whole rounds; NEVER if the epoch does not need the block.
 
         Shapes:  blocks: int64[n].   result: int64[n], int64[n], both inclusive.
         Raises:  ConfigError: no such block.
@@ -207,14 +208,14 @@ class MixedOrder:
     # -- segments --------------------------------------------------------------------------------
 
     def _segments_at(self, positions: Int64) -> Int64:
-        """The number of the segment of each position; that of the tail follows the last one."""
+        """Return the index of each position's segment; the tail comes after the last."""
         at = self._starts.searchsorted(positions, side="right") - 1
         if self.plan.tail is not None:
             at[positions >= self.plan.tail.start] = len(self._starts)
         return at
 
     def _segments_of(self, source: int, samples: Int64) -> Int64:
-        """The number of the segment of each sample of a source."""
+        """Return the index of the segment of each sample of a source."""
         bases = np.ascontiguousarray(self._bases[:, source])
         at: Int64 = bases.searchsorted(samples, side="right") - 1
         return at
@@ -263,13 +264,13 @@ class MixedOrder:
         return found
 
     def _round_of(self, segment: MixSegment, source: int, index: Int64) -> Int64:
-        """The round of each of a source's slots in a lane."""
+        """Return the round of each of a source's slots in a lane."""
         slots = self._tree(segment).slots_for(np.full_like(index, source), index + 1)
         numbers: Int64 = (slots - 1) // segment.round_steps
         return numbers
 
     def _rounds(self, segment: MixSegment, numbers: Int64) -> _Rounds:
-        """These rounds of a segment."""
+        """Compute these rounds of a segment."""
         begin = numbers * segment.round_steps
         steps = np.minimum(segment.steps - begin, segment.round_steps)
         tree = self._tree(segment)
@@ -310,12 +311,12 @@ class MixedOrder:
         return source
 
     def _passes_of(self, source: int) -> range:
-        """The passes over a source of which the epoch has a part."""
+        """Return the passes over a source that the epoch reads, wholly or in part."""
         return range(int(self._first_pass[source]), int(self._last_pass[source]) + 1)
 
     def _word_of_packs(self, source: int, number: int) -> int:
-        """Return the word from which the pack keys of all blocks of a source are made in
-        one pass.
+        """Return the word from which the pack keys of all blocks of a source are derived in one
+        pass.
         """
         return key(key(self._seed, Domain.SOURCE, source), Domain.PACK, number)
 
@@ -328,7 +329,7 @@ class MixedOrder:
         )  # fmt: skip
 
     def _pass(self, source: int, number: int) -> Order:
-        """The order of one pass over a source."""
+        """Return the order of one pass over a source."""
         found = self._edges.get((source, number)) or self._passes.get((source, number))
         if found is None:
             found = self._passes[source, number] = self._new_pass(source, number)
@@ -337,13 +338,13 @@ class MixedOrder:
         return found
 
     def _spans(self, source: int, blocks: Int64) -> tuple[Int64, Int64]:
-        """The spans of blocks of one source."""
+        """Return the spans of blocks of one source."""
         count, base = int(self._counts[source]), int(self.plan.base[source])
         end = base + int(self.plan.counts[source])
         begin, stop = int(self._first_pass[source]), int(self._last_pass[source])
         lowest, highest = self._edges[source, begin].block_span(blocks)
         lowest, highest = lowest + begin * count, highest + begin * count
-        is_late = highest < base  # the epoch begins behind it
+        is_late = highest < base  # the block was read before the epoch began
         highest = np.where(is_late, NEVER, highest)
         if stop > begin:
             after, latest = self._edges[source, stop].block_span(blocks)
@@ -359,7 +360,7 @@ class MixedOrder:
         return first, last
 
     def _round_bounds(self, source: int, samples: Int64) -> tuple[Int64, Int64]:
-        """The first and the last position of the round with each of these samples of a source."""
+        """Return the first and the last position of the round with each of these samples."""
         first = np.full_like(samples, 0 if self.plan.tail is None else self.plan.tail.start)
         last = np.full_like(samples, self.sample_count - 1)
         at = self._segments_of(source, samples)
@@ -384,7 +385,7 @@ class MixedOrder:
 
 
 def _grouped(source: Int64, number: Int64) -> list[tuple[tuple[int, int], NDArray[np.intp]]]:
-    """The places of each pair of a source and a pass."""
+    """Return, for each pair of a source and a pass, the indices at which it occurs."""
     order = np.lexsort((number, source))
     sources, numbers = source[order], number[order]
     is_new = np.ones(len(order), np.bool_)

@@ -1,12 +1,12 @@
 """The plan of one epoch of a mixture: when each source is read, and how much of it. Pure.
 
-An epoch is a sequence of segments, within each of which the shares stay the same, and maybe a tail.
-docs/order.md specifies it.
+An epoch is a sequence of segments with constant shares, possibly followed by a tail. docs/order.md
+specifies it.
 
-1. The plan depends on what is asked for and on the numbers of samples, never on ranks or hosts.
-2. In the epoch, source i has its next `counts[i]` samples, each once: those of the epoch before
-   were the ones before.
-3. Planning takes time and memory for sources and segments, not for samples.
+1. The plan depends only on the user's options and the numbers of samples, never on ranks or hosts.
+2. An epoch contains the next `counts[i]` samples of source i, each once, beginning where the epoch
+   before ended.
+3. Planning takes time and memory in proportion to sources and segments, not to samples.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ Int64 = NDArray[np.int64]
 Shares = tuple[int, ...]
 
 ROUND_STEPS = 1024
-# A schedule is planned again for each of its epochs. A plan has as many segments as changes.
+# How many plans are cached: a schedule is planned again for each of its epochs. Plans with many
+# segments, one for each change, are not cached.
 _PLANS_KEPT, _CHANGES_MAX = 2048, 16
 
 
 class Mixed(Struct, frozen=True):
-    """The facts from which an epoch is planned. `counts` are the samples of each source,
-    `passes_max` how often a source may be read in one epoch, 0 for no limit, which only
-    Exhausted.CYCLE allows. `length` is the length of an epoch in samples, 0 if it follows from
-    `exhausted`. `batch`: the number of consecutive samples of a lane that come from one source.
+    """The facts from which an epoch is planned. `counts` are the samples of each source.
+    `passes_max` is how often a source may be read in one epoch; 0 means no limit, which only
+    Exhausted.CYCLE allows. `length` is the length of an epoch in samples; 0 means that it follows
+    from `exhausted`. Each run of `batch` consecutive samples of a lane comes from one source.
     """
 
     counts: tuple[int, ...]
@@ -51,16 +52,16 @@ class Mixed(Struct, frozen=True):
 
     @property
     def limits(self) -> Int64:
-        """How many samples of each source an epoch may have; SLOTS_MAX for no limit."""
+        """The most samples of each source that an epoch may have; SLOTS_MAX means no limit."""
         pairs = zip(self.counts, self.passes_max, strict=True)
         most = [count * passes or SLOTS_MAX for count, passes in pairs]
         return np.array([min(limit, SLOTS_MAX) for limit in most], np.int64)
 
 
 class MixSegment(Struct, frozen=True):
-    """A part of an epoch with the same shares. It has `steps` slots in each of its `lanes`, each of
-    `batch` samples, in rounds of `round_steps`, of which only the last may be short. `base` is how
-    many samples of each source were read before it, in all epochs.
+    """A part of an epoch with constant shares. Each of its `lanes` has `steps` slots of `batch`
+    samples, in rounds of `round_steps`, of which only the last may be shorter. `base` counts the
+    samples of each source that were read before the segment, in all epochs.
 
     Shapes:  base: int64[sources].
     """
@@ -81,11 +82,12 @@ class MixSegment(Struct, frozen=True):
 
 
 class Tail(Struct, frozen=True):
-    """The samples left over from the sources at the end, dealt in turns: first one sample of each
-    source, then another of each that has one left. Sources with more left over come first.
+    """The samples left over from the sources at the end of an epoch, dealt in turns: one sample of
+    each source, then another of each source that has one left, and so on. Sources with more samples
+    left come first.
 
-    Shapes:  base, left, order, ends: int64[sources].   order: the sources by what is left of them.
-    ends: where the tail has the last sample of order[-1], of order[-2], …
+    Shapes:  base, left, order, ends: int64[sources].   order: the sources, by samples left.
+    ends: the place in the tail of the last sample of order[-1], of order[-2], …
     """
 
     start: int
@@ -96,7 +98,7 @@ class Tail(Struct, frozen=True):
 
     @classmethod
     def of(cls, start: int, base: Int64, left: Int64) -> Tail:
-        """Make the tail of the samples left in each source."""
+        """Create the tail for the samples left in each source."""
         order = np.lexsort((np.arange(len(left)), -left))
         rising = left[order][::-1]
         steps = np.diff(rising, prepend=0) * np.arange(len(left), 0, -1)
@@ -104,11 +106,11 @@ class Tail(Struct, frozen=True):
 
     @property
     def sample_count(self) -> int:
-        """How many samples it has."""
+        """The number of samples in the tail."""
         return int(self.ends[-1])
 
     def locate(self, places: Int64) -> tuple[Int64, Int64]:
-        """Return the source of each place of the tail, and which of its samples is there.
+        """Return the source of each place of the tail, and the number of its sample there.
 
         Shapes:  places: int64[n], from 0.   result: int64[n], int64[n].
         """
@@ -132,8 +134,9 @@ class Tail(Struct, frozen=True):
 
 
 class EpochPlan(Struct, frozen=True):
-    """One epoch. `base` is what was read of each source before it, `counts` what it has of each.
-    `changed` lists where shares changed, and to what, in order. `shares` are those at its end.
+    """One epoch. `base` counts the samples of each source read in earlier epochs, `counts` those
+    that this epoch reads. `changed` lists where shares changed, and to what, in order. `shares` are
+    those at the epoch's end.
 
     Shapes:  base, counts: int64[sources].
     """
@@ -163,13 +166,13 @@ class EpochStart(Struct, frozen=True):
 
     @classmethod
     def of(cls, mixed: Mixed) -> EpochStart:
-        """The start of the first epoch."""
+        """Return the start of the first epoch."""
         return cls(0, mixed.shares, np.zeros(len(mixed.counts), np.int64))
 
     def plan(self, mixed: Mixed, changes: Sequence[ShareChange] = ()) -> EpochPlan:
         """Plan the epoch with these changes, which are in order.
 
-        Raises:  ConfigError: the epoch would have no samples, or not as many as its length.
+        Raises:  ConfigError: the epoch would have no samples, or fewer than its length.
         """
         given = mixed, self.shares, self.base, self.rounds, self.epoch, tuple(changes)
         if len(changes) > _CHANGES_MAX:
@@ -179,21 +182,24 @@ class EpochStart(Struct, frozen=True):
     def reached(
         self, mixed: Mixed, changes: Sequence[ShareChange], asked_from: int, step: int
     ) -> int:
-        """Return how many of the changes the epoch reaches. From position `asked_from` on, changes
-        are where they were requested: each needs `step` more positions there, without itself and
-        later ones.
+        """Return how many of the changes take effect in this epoch. From position `asked_from` on,
+        changes are at the positions where they were requested. Such a change takes effect if the
+        epoch, without this and later changes, has `step` more positions after its position.
         """
         given = mixed, self.shares, self.base, self.rounds, self.epoch, changes
         return _Planner(*given, asked_from, step).reached()
 
     def after(self, plan: EpochPlan, count: int = 1) -> EpochStart:
-        """Return the start of the next epoch, after `count` epochs like this plan of the first of
-        them.
+        """Return the start of the next epoch, after `count` epochs with the counts of this plan,
+        which is that of the first of them.
 
-        Raises:  ConfigError: that is beyond the range of numbers.
+        Raises:  ConfigError: more samples were read than numbers can count.
         """
         if int(self.base.max()) + int(plan.counts.max()) * count > SAMPLE_COUNT_MAX:
-            raise ConfigError(f"epoch {count} is beyond 2**62 samples of one source", field="epoch")
+            raise ConfigError(
+                f"epoch {count} is beyond 2**62 samples of one source: choose a smaller epoch",
+                field="epoch",
+            )
         return EpochStart(
             self.epoch + count,
             plan.shares,
@@ -203,8 +209,8 @@ class EpochStart(Struct, frozen=True):
 
 
 class EpochRun(Struct, frozen=True):
-    """Consecutive epochs with equal counts: `count` of them, None for all that follow. `plan` is
-    that of the first one, which begins at `start`.
+    """Consecutive epochs with equal counts: `count` of them, or None for all later ones. `plan` is
+    that of the first epoch, which begins at `start`.
     """
 
     start: EpochStart
@@ -220,7 +226,7 @@ class EpochRun(Struct, frozen=True):
 def plan_of(mixed: Mixed, epoch: int, changes: Sequence[ShareChange] = ()) -> EpochPlan:
     """Plan an epoch, after these changes of the shares, which are in order.
 
-    Raises:  ConfigError: an epoch would have no samples, or not as many as its length.
+    Raises:  ConfigError: an epoch would have no samples, or fewer than its length.
     """
     for run in runs_of(mixed, changes):
         if run.count is None or epoch < run.first + run.count:
@@ -237,7 +243,7 @@ def runs_of(mixed: Mixed, changes: Sequence[ShareChange] = ()) -> Iterator[Epoch
     start = EpochStart.of(mixed)
     for epoch, mine in itertools.groupby(changes, lambda change: change.epoch):
         if start.epoch < epoch:
-            # All epochs before it are like the first of them.
+            # All epochs from `start` to this one equal the first of them.
             run = EpochRun(start, epoch - start.epoch, start.plan(mixed))
             yield run
             start = start.after(run.plan, epoch - start.epoch)
@@ -289,7 +295,7 @@ class _Planner:
             self._have(self._changes.popleft().shares)
         tail = self._to_end(mixed.lanes)
         self._check()
-        if self._changes:  # at positions beyond the epoch
+        if self._changes:  # the rest of the changes are at positions beyond the epoch
             self._shares = self._changes[-1].shares
         return EpochPlan(
             self._epoch, tuple(self._segments), tail, self._position, self._base, self._used,
@@ -297,7 +303,7 @@ class _Planner:
         )  # fmt: skip
 
     def reached(self) -> int:
-        """Return how many of the changes the epoch reaches."""
+        """Return how many of the changes take effect in the epoch."""
         count = len(self._changes)
         while self._changes and not self._changes[0].position:
             self._have(self._changes.popleft().shares)
@@ -344,7 +350,7 @@ class _Planner:
                 return
 
     def _change(self, lanes: int) -> None:
-        """Apply the changes of shares that are due; the last one counts."""
+        """Apply the changes of shares that are due; of several, the last one counts."""
         shares = self._shares
         while self._changes and self._changes[0].position <= self._position:
             if not self._comes_to(self._changes[0], shares, lanes):
@@ -360,8 +366,8 @@ class _Planner:
             self._changed.append((self._position, shares))
 
     def _comes_to(self, change: ShareChange, shares: Shares, lanes: int) -> bool:
-        """Whether the epoch has the positions that a change needs if it went on with these shares
-        instead.
+        """Return whether the epoch would have the position of a change if it continued with these
+        shares and without the change.
         """
         needed = change.position + self._step
         sure = self._sure if shares == self._shares else self._position
@@ -370,7 +376,7 @@ class _Planner:
         return self._end_with(shares, lanes) >= needed
 
     def _end_with(self, shares: Shares, lanes: int) -> int:
-        """Return where the epoch ends if it goes on with these shares."""
+        """Return the position where the epoch ends if it continues with these shares."""
         kept = self.__dict__.copy()
         self._shares, self._changes = shares, deque()
         self._segments, self._changed = [], []
@@ -380,7 +386,7 @@ class _Planner:
         return end
 
     def _steps_to_end(self, tree: CountingTree, some: Int64, unit: int) -> int:
-        """Steps after which the epoch ends even if no source is exhausted."""
+        """Return after how many steps the epoch ends if no source is exhausted before."""
         mixed = self._mixed
         if mixed.length:
             return (mixed.length - self._position) // unit
@@ -390,8 +396,8 @@ class _Planner:
         return int(tree.slots_for(some, -(-wanted // unit)).max())
 
     def _steps_to_change(self, unit: int) -> int:
-        """Return the number of steps after which other shares apply. Of several changes due there,
-        the last one counts.
+        """Return after how many steps other shares apply. Of several changes due there, the last
+        one counts.
         """
         rounds, shares = 0, self._shares
         round_length = unit * self._mixed.round_steps
@@ -427,7 +433,7 @@ class _Planner:
             )
         if self._position > SAMPLE_COUNT_MAX:
             raise ConfigError(
-                f"an epoch of this mixture has {self._position} samples, more than 2**62: give a"
+                f"an epoch of this mixture has {self._position} samples, more than 2**62: set its"
                 " length",
                 field="length",
             )

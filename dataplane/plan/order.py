@@ -26,18 +26,18 @@ from dataplane.plan.windows import Int64, Windows
 # two comparisons the exact one. This takes a fraction of the time of a binary search, whose
 # branches the processor cannot predict.
 #
-# 1. The cost is the same for a thousand intervals and for millions: the table has about one entry
-#    per interval, and entries outside the caches are prefetched.
+# The cost is the same for a thousand intervals and for millions: the table has about one entry
+# per interval, and entries outside the caches are prefetched.
 
-# Few intervals get several entries each, which leaves almost nothing to compare.
+# If there are few intervals, each gets several entries, which leaves almost nothing to compare.
 _PARTS_A_INTERVAL = 8
 _PARTS_NEAR = 1 << 15
 
 
 class Finder:
-    """Intervals that lie one after the other: the i-th is [starts[i], starts[i + 1]).
+    """Adjacent intervals: the i-th is [starts[i], starts[i + 1]).
 
-    Shapes:  starts: int64[n + 1], rising, from 0; n < 2**31.
+    Shapes:  starts: int64[n + 1], ascending, from 0; n < 2**31.
     """
 
     __slots__ = ("_first", "_shift", "_starts")
@@ -65,15 +65,15 @@ class Finder:
 SAMPLE_COUNT_MAX = (1 << 62) - 1
 _PIECE = 1 << 16
 
-# A window's permutation is computed in memory as a whole: four bytes a sample, thirty while it is
-# computed.
+# A window's permutation is computed in memory as a whole. It takes four bytes a sample, and thirty
+# while it is computed.
 WINDOW_MAX = 1 << 28
 RAMP_MAX = 28
 
 
 class SampleOrder(Protocol):
-    """The sample at each position of one epoch: the whole interface that readers use. Filters,
-    mixtures and packs can be orders too.
+    """The sample at each position of one epoch: all that readers need of an order. Filters,
+    mixtures and packs implement it, too.
 
     1. The same positions always give the same samples, for every caller and however the positions
        are grouped.
@@ -92,7 +92,7 @@ class SampleOrder(Protocol):
         """
 
     def block_span(self, blocks: Int64) -> tuple[Int64, Int64]:
-        """The first and the last position at which any sample of each block may stand.
+        """Return the first and the last position at which any sample of each block may be.
 
         Shapes:  blocks: int64[n].   result: int64[n], int64[n], both inclusive.
         Raises:  ConfigError: there is no such block.
@@ -100,24 +100,24 @@ class SampleOrder(Protocol):
 
 
 class TracedOrder(SampleOrder, Protocol):
-    """An order that can also be read backwards, from rows to positions."""
+    """An order that also finds the positions of a row."""
 
     def positions_of(self, block: int, row: int) -> Int64:
-        """All positions at which a row of a block stands, rising.
+        """Return all positions of a row of a block, in ascending order.
 
         Shapes:  result: int64[n], which may be empty.
         Raises:  ConfigError: no such block, or no such row in it.
         """
 
     def pack_keys(self, positions: Int64, blocks: Int64) -> Words:
-        """Return the key with which the packs of the block at each position are drawn, if samples
+        """Return the key from which the packs of the block at each position are drawn, if samples
         are packs.
 
         Shapes:  positions, blocks: int64[n].   result: uint64[n].
         """
 
     def keys_of_packs(self, block: int) -> list[int]:
-        """Return the keys with which the packs of a block are drawn in this epoch: one for each
+        """Return the keys from which the packs of a block are drawn in this epoch: one for each
         pass.
         """
 
@@ -126,9 +126,9 @@ class Order:
     """The order of one epoch of one dataset. Not thread-safe, since it caches windows.
 
     `ramp` is how often the first window of a lane is halved in epoch 0, so that its first batches
-    need few blocks. If it is `balanced`, samples are packs that plan/balance.py has numbered, and
-    those of similar cost stand together. `shuffle=False` is the dataset's own order, whatever the
-    other arguments: one lane, and windows of one sample.
+    need few blocks. If it is `balanced`, samples are packs, numbered by plan/balance.py, and packs
+    of similar cost are at similar positions. `shuffle=False` is the dataset's own order, whatever
+    the other arguments: one lane, and windows of one sample.
     """
 
     __slots__ = (
@@ -170,7 +170,7 @@ class Order:
             )
         self.ramp = ramp if shuffle and epoch == 0 else 0
         # The block at each place of the order, and the place of each block. Both are computed here,
-        # in a thread, since the first caller may be the node's event loop.
+        # in a thread, since the first caller of `locate` may be on the node's event loop.
         self._blocks: NDArray[np.integer] | None = None
         self._ranks: NDArray[np.integer] | None = None
         self._starts = np.zeros(len(block_rows) + 1, np.int64)
@@ -216,12 +216,12 @@ class Order:
         return self._block_at(found), row
 
     def pack_keys(self, positions: Int64, blocks: Int64) -> Words:
-        """Return the key with which the packs of the block at each position are drawn, if samples
-        are packs: that of their block.
+        """Return the key from which the packs of the block at each position are drawn, if samples
+        are packs: one key for each block.
 
         Shapes:  positions, blocks: int64[n].   result: uint64[n].
         """
-        del positions  # all are of one epoch
+        del positions  # all belong to one epoch
         return extended(key(self.seed, Domain.PACK, self.epoch), blocks)
 
     def keys_of_packs(self, block: int) -> list[int]:
@@ -234,7 +234,7 @@ class Order:
         return self.position_of(np.array([block]), np.array([row]))
 
     def position_of(self, blocks: Int64, rows: Int64) -> Int64:
-        """The position of each sample: the inverse of `locate`.
+        """Return the position of each sample: the inverse of `locate`.
 
         Shapes:  blocks, rows: int64[n].   result: int64[n].
         Raises:  ConfigError: no such block, or no such row in it.
@@ -250,16 +250,16 @@ class Order:
         return self._windows.restored(lane, place) * self.lanes + lane
 
     def block_span(self, blocks: Int64) -> tuple[Int64, Int64]:
-        """The first and the last position at which any sample of each block may stand.
+        """Return the first and the last position at which any sample of each block may be.
 
-        It follows from lanes and windows only: the block is not needed before `first`, nor after
-        `last` in this epoch; in between, a window with some of its samples is open.
+        The span depends on lanes and windows only. The block is not needed before `first`, nor
+        after `last` in this epoch; in between, a window with some of its samples is open.
 
         Shapes:  blocks: int64[n].   result: int64[n], int64[n], both inclusive.
         Raises:  ConfigError: no such block.
         """
         blocks = np.asarray(blocks, np.int64)
-        # Eviction asks about one block at a time, and numpy takes 3 us for the least of one number.
+        # A fast path: eviction asks for one block at a time, and a numpy minimum takes 3 us.
         if len(blocks) == 1 and 0 <= (one := blocks.item()) < self.block_count:
             alone = self._span_of(one)
             return np.array(alone[:1], np.int64), np.array(alone[1:], np.int64)
@@ -270,9 +270,9 @@ class Order:
         tail, tail_place = self._lane_of(stop - 1)
         first = self._windows.bounds(head, head_place)[0] * lanes + head
         last = (self._windows.bounds(tail, tail_place)[1] - 1) * lanes + tail
-        # A block that crosses the end of a lane starts the next lane at offset 0. It reaches the
-        # end of all of its lanes except the last; the latest of these ends is in the last of the
-        # longest lanes.
+        # A block that crosses the end of a lane continues in the next lane at offset 0. It reaches
+        # the end of all of its lanes but the last, and the last of these positions is in the last
+        # of the longest lanes.
         runs_over = head < tail
         first = np.where(runs_over, np.minimum(first, head + 1), first)
         longer = self.sample_count % lanes
@@ -303,7 +303,7 @@ class Order:
         return min(first, head + 1), max(last, end)
 
     def lane_starts(self, lanes: Int64) -> Int64:
-        """Where each lane begins in the concatenation of the blocks; lane L is its end.
+        """Return where each lane begins in the sequence of all blocks; lane L is its end.
 
         Shapes:  lanes: int64[n].   result: int64[n].
         """
@@ -311,7 +311,7 @@ class Order:
         return lanes * shared + np.minimum(lanes, longer)
 
     def block_lanes(self, blocks: Int64) -> tuple[Int64, Int64]:
-        """The first and the last lane that serve samples of each block.
+        """Return the first and the last lane that contain samples of each block.
 
         Shapes:  blocks: int64[n].   result: int64[n], int64[n].
         """
@@ -323,7 +323,7 @@ class Order:
         return shared + (lane < longer).astype(np.int64)
 
     def _lane_of(self, place: Int64) -> tuple[Int64, Int64]:
-        """The lane of each place in the concatenation, and the place within the lane."""
+        """Return the lane of each place in the sequence of blocks, and the place in the lane."""
         shared, longer = divmod(self.sample_count, self.lanes)
         border = longer * (shared + 1)
         lane = np.where(
@@ -335,7 +335,7 @@ class Order:
         return found if self._blocks is None else self._blocks.take(found).astype(np.int64)
 
     def _placed(self, blocks: Int64) -> tuple[Int64, Int64]:
-        """Where each block begins and ends in the concatenation of the blocks in their order."""
+        """Return where each block begins and ends in the sequence of blocks in their order."""
         if self._ranks is None:
             return self._starts[blocks], self._starts[blocks + 1]
         found = self._ranks[blocks].astype(np.int64)
@@ -351,10 +351,10 @@ class Order:
 
 
 def upcoming(order: SampleOrder, start: int, stop: int, stride: int = 1) -> Int64:
-    """The distinct blocks of positions start, start + stride, … < stop, by first use.
+    """Return the distinct blocks of positions start, start + stride, … < stop, by first use.
 
-    A rank's positions are such a sequence: from the cursor's first position t with
-    t % dp_size == dp_rank on, in steps of dp_size.
+    A rank's positions are such a sequence: in steps of dp_size, from the first position t at the
+    cursor or later with t % dp_size == dp_rank.
 
     Shapes:  result: int64[m].
     Raises:  ConfigError: there is no such position, or the stride is below 1.
@@ -412,7 +412,7 @@ class Substitution(Protocol):
     """The rows that replace removed ones (tombstones.py)."""
 
     def of(self, blocks: Int64, rows: Int64) -> Int64:
-        """Return the row that stands in the place of each of these."""
+        """Return the row that replaces each of these; rows that were not removed stay."""
         ...
 
     def documents(self, block: int) -> tuple[TakenDocument, ...]:

@@ -20,7 +20,7 @@ _PLANS_MAX = 64
 
 
 def order_of(spec: JobSpec, manifest: Manifest, epoch: int) -> Order:
-    """The order of an epoch of the job with this spec.
+    """Return the order of an epoch of the job with this spec.
 
     Raises:  ConfigError: as `Order`.
     """
@@ -37,8 +37,8 @@ def order_of(spec: JobSpec, manifest: Manifest, epoch: int) -> Order:
 
 
 def job_order(spec: JobSpec, manifests: Sequence[Manifest], epoch: int) -> TracedOrder:
-    """The order of an epoch of a job over one dataset, or over a mixture of several. It numbers the
-    blocks of the datasets consecutively.
+    """Return the order of an epoch of a job over one dataset, or over a mixture of several. Blocks
+    of a mixture are numbered dataset after dataset.
 
     Raises:  ConfigError: as `Order`, and as `plan_of`.
     """
@@ -57,7 +57,7 @@ def _is_balanced(view: View) -> bool:
 
 
 def sample_count_of(spec: JobSpec, manifests: Sequence[Manifest], epoch: int) -> int:
-    """How many samples an epoch of the job has.
+    """Return how many samples an epoch of the job has.
 
     Raises:  ConfigError: as `plan_of`.
     """
@@ -98,8 +98,8 @@ def delivered_order(
 
 
 def mixed_of(spec: JobSpec, counts: Sequence[int]) -> Mixed:
-    """Return the facts from which epochs of a job over a mixture are planned, if its sources have
-    this many samples.
+    """Return the facts from which epochs of a job over a mixture are planned, given the number of
+    samples of each source.
     """
     mixture = spec.mixture
     assert mixture is not None

@@ -30,8 +30,8 @@ def packed(manifest: Manifest, counts: Int64) -> Manifest:
     most = int(counts.max(initial=0))
     if most >> PACK_BITS:
         raise ConfigError(
-            f"a block has {most} packs, and less than {1 << PACK_BITS} are possible: choose longer"
-            " packs",
+            f"a block has {most} packs, but at most {(1 << PACK_BITS) - 1} are possible: choose"
+            " longer packs",
             field="pack",
         )
     return replace(
@@ -63,7 +63,7 @@ def counts_name(manifest: Manifest, view: View, seed: int, code: str) -> str:
     map's file; "" without one.
     """
     assert view.pack is not None
-    # These change no counts.
+    # These options change no counts.
     pack = structs.replace(view.pack, carry=(), outputs=(), pad_value=0, balanced=False)
     of_pack = structs.asdict(pack)
     del of_pack["loss_mask"], of_pack["dtype"]

@@ -1,8 +1,12 @@
-"""Sequence packing: which documents of a block are in each of its packs; docs/order.md specifies
-it. Packs may be padded batches, in which each document is a row.
+"""Sequence packing: which documents of a block are in each of its packs. docs/order.md specifies
+it. A pack may also be a padded batch, in which each document is a row.
 
-1. The number of packs depends only on the multiset of lengths, so that it is the same in every
-   epoch, while the packs differ.
+A pack has documents of one block only, so the number of packs depends only on the documents'
+lengths: lengths of epochs, plans and resuming are as for rows, although documents are combined
+differently in each epoch. The price is that small blocks waste tokens; plan/advice.py warns of it.
+
+1. The number of packs does not depend on the order of the lengths, so it is the same in every
+epoch.
 2. Every token is in at most one pack; without `drop`, `truncate` and `wrap`, in exactly one.
 """
 
@@ -28,20 +32,21 @@ Int64 = NDArray[np.int64]
 
 _DOCUMENTS_MIN = 8
 _TOKENS_A_DOCUMENT = 8
-"""A pack has room for documents of this mean length, unless the user says more."""
+"""By default, a pack has room for this number of documents, or for documents of this mean length.
+"""
 
 
 PACK_BITS = 24
-"""The number of a pack, as plans have it: these bits say which pack of its block it is, those above
-with which of the block's keys it is drawn."""
+"""The width of the number of a pack within its block, as plans store it. The bits above it are the
+index of the key from which the block's packs are drawn."""
 
 
 class Packs(Struct, frozen=True, eq=False):
-    """The packs of a block, each one a sequence of pieces of documents.
+    """The packs of a block, each a sequence of pieces of documents.
 
     Shapes:  starts: int32[packs + 1], the first piece of each pack, and the end of the last.
-    pieces: int32[4, pieces]: the document of each piece, where in the document the piece begins,
-    how many tokens it has, and where in its pack it lies.
+    pieces: int32[4, pieces]: the document of each piece, where the piece begins in the document,
+    how many tokens it has, and where it is in its pack.
     """
 
     starts: Int32
@@ -57,8 +62,8 @@ class Packs(Struct, frozen=True, eq=False):
 
 
 class Packing(Struct, frozen=True):
-    """The fate of tokens: their number, the packs made of them, the tokens in these, the documents
-    cut short or left out, and the tokens for which packs have room.
+    """The use of a dataset's tokens: their number, the number of packs, the tokens in packs,
+    the documents that are cut or left out, and the tokens for which packs have room.
     """
 
     tokens: int
@@ -69,19 +74,19 @@ class Packing(Struct, frozen=True):
 
     @property
     def padding(self) -> float:
-        """The share of the packs that no document fills."""
+        """The share of the packs' room that no document fills."""
         return 1 - self.packed_tokens / self.room_tokens
 
 
 def documents_max(pack: PackSpec) -> int:
-    """How many documents a pack has at most."""
+    """Return how many documents a pack may have."""
     if pack.policy is PackPolicy.WRAP:
         return pack.length
     return pack.documents or max(_DOCUMENTS_MIN, pack.length // _TOKENS_A_DOCUMENT)
 
 
 def pack_count(lengths: Int64, pack: PackSpec) -> int:
-    """How many packs documents of these lengths make, in any order.
+    """Return how many packs documents of these lengths make, in any order.
 
     Shapes:  lengths: int64[documents], in tokens.
     """
@@ -98,7 +103,8 @@ def pack_count(lengths: Int64, pack: PackSpec) -> int:
 
 
 def packs_of(lengths: Int64, pack: PackSpec, keyed: int | None) -> Packs:
-    """The packs of a block for this key; documents of equal length stay in order without one.
+    """Compute the packs of a block for this key. Without a key, documents of equal length stay in
+    order.
 
     Shapes:  lengths: int64[documents], in tokens.
     """
@@ -111,7 +117,7 @@ def packs_of(lengths: Int64, pack: PackSpec, keyed: int | None) -> Packs:
 
 def costs(packs: Packs, pack: PackSpec) -> Int64:
     """Return the cost of attention over each pack: the sum of the squares of its documents'
-    lengths; in a padded batch, all count as long as its width.
+    lengths. In a padded batch, each document counts with the width of the batch.
 
     Shapes:  result: int64[packs].
     """
@@ -126,8 +132,9 @@ def costs(packs: Packs, pack: PackSpec) -> Int64:
 
 
 def packing_of(lengths: Int64, pack: PackSpec) -> Packing:
-    """Return the fate of documents of these lengths. If they are wrapped at multiples, the number
-    of tokens that the last pack leaves out depends on their order: it is computed for this one.
+    """Compute what becomes of documents of these lengths. If documents are wrapped and take
+    multiples of several tokens, the number of tokens that do not fit into the last pack depends on
+    the order of the documents: it is computed for this order.
 
     Shapes:  lengths: int64[documents], in tokens.
     """
@@ -154,7 +161,7 @@ def kept_tokens(lengths: Int64, pack: PackSpec) -> Int64:
 
 
 def room_of(lengths: Int64, pack: PackSpec) -> Int64:
-    """Return the lengths, rounded up to the room that documents take in their packs."""
+    """Return the room that each document takes in its packs: its length, rounded up."""
     if pack.multiple == 1:
         return lengths
     padded: Int64 = -(-lengths // pack.multiple) * pack.multiple
@@ -186,8 +193,8 @@ def _fitted(kept: Int64, ranked: Int64, pack: PackSpec) -> Packs:
 
 
 def _batched(widths: Int64, ranked: Int64, budget: int, most: int) -> tuple[Int64, Int64]:
-    """Return the rows of padded batches: those of similar width together, widest first, rows of
-    equal width in the order `ranked`.
+    """Group rows into padded batches: rows of similar width together, widest first, rows of equal
+    width in the order `ranked`.
 
     Shapes:  widths, ranked: int64[n].   result: the rows, batch after batch, int64[m], without
     those of width 0, and where each batch begins, int64[batches + 1].
@@ -198,12 +205,12 @@ def _batched(widths: Int64, ranked: Int64, budget: int, most: int) -> tuple[Int6
 
 
 def _batch_starts(widths: Int64, budget: int, most: int) -> Int64:
-    """Return where padded batches of these rows begin, and where the last one ends. Each has as
-    many rows as fit into the budget.
+    """Return where each padded batch of these rows begins, and where the last one ends. A batch has
+    as many rows as fit into the budget.
 
     Shapes:  widths: int64[n], falling.   result: int64[batches + 1].
     """
-    count = int(np.searchsorted(-widths, 0))  # rows without tokens are in none
+    count = int(np.searchsorted(-widths, 0))  # rows without tokens are left out
     starts = [0]
     while starts[-1] < count:
         rows = min(budget // int(widths[starts[-1]]), most)
@@ -235,7 +242,7 @@ def _wrapped(kept: Int64, ranked: Int64, pack: PackSpec) -> Packs:
 
 
 def _reordered(packs: Packs, order: Int64) -> Packs:
-    """The same packs in another order.
+    """Return the same packs in another order.
 
     Shapes:  order: int64[packs].
     """
@@ -251,7 +258,7 @@ def _packs(starts: Int64, *pieces: Int64) -> Packs:
 
 # -- pack keys ---------------------------------------------------------------------------------
 #
-# The keys with which the packs of a block are drawn: one for each pass over its dataset.
+# The keys from which the packs of a block are drawn: one for each pass over its dataset.
 
 KEYS_MAX = 1 << (31 - PACK_BITS)
 
@@ -260,15 +267,15 @@ class DrawsPacks(Protocol):
     """An order of samples that may be packs."""
 
     def pack_keys(self, positions: Int64, blocks: Int64) -> Words:
-        """Return the key with which the packs of the block at each position are drawn.
+        """Return the key from which the packs of the block at each position are drawn.
 
         Shapes:  positions, blocks: int64[n].   result: uint64[n].
         """
 
 
 class DrawnRows(Struct, frozen=True, eq=False):
-    """Rows of blocks that are packs, and the keys with which those of each block are drawn. A row
-    holds its pack, and, above PACK_BITS, the index of the key among its block's keys.
+    """Packs of blocks, and the keys from which the packs of each block are drawn. A row contains
+    the number of its pack, and above PACK_BITS the index of the key among its block's keys.
 
     Shapes:  rows: int64[n].
     """
@@ -280,8 +287,7 @@ class DrawnRows(Struct, frozen=True, eq=False):
 def drawn_rows(
     order: DrawsPacks, positions: Int64, blocks: Int64, rows: Int64, index: Int64
 ) -> DrawnRows:
-    """The rows of these positions. `index` is that of each block among those of the slab.
-
+    """Return the packs at these positions. `index` is that of each block among those of the slab.
     Shapes:  positions, blocks, rows, index: int64[n].
     Raises:  ConfigError: a source of a mixture is so small that these positions read it too often.
     """
@@ -311,11 +317,11 @@ def drawn_rows(
 #
 # Packs of a block from which documents were removed.
 #
-# 1. The assignment of pieces to packs, and the place of each, is as if no document had been
-#    removed. So all other documents, and the number of packs, stay the same.
-# 2. The pieces of a removed document get tokens of a remaining one, the same in every epoch: the
-#    first of its sequence that has as many tokens, or else the one with the most. docs/order.md
-#    specifies it.
+# 1. Pieces are assigned to packs as if no document had been removed, so all other documents stay
+#    where they are, and the number of packs stays the same.
+# 2. The pieces of a removed document contain tokens of another document of the block instead, the
+#    same in every epoch: the first one in a keyed sequence that has at least as many tokens, or if
+#    there is none, the longest. docs/order.md specifies the sequence.
 
 _DRAWN = 1 << 12
 _WORD = (1 << 64) - 1
@@ -324,7 +330,7 @@ _WORD = (1 << 64) - 1
 def without(
     packs: Packs, lengths: Int64, pack: PackSpec, taken_out: Sequence[TakenDocument]
 ) -> Packs:
-    """Return packs of a block, whose documents have these lengths, without some of these documents.
+    """Return packs of a block with tokens of other documents in place of those removed.
 
     Shapes:  lengths: int64[documents], in tokens.
     Raises:  ConfigError: no document with tokens is left.  RowOutOfBounds: there is no such one.
@@ -346,7 +352,7 @@ def without(
 
 
 def stand_ins(kept: Int64, taken_out: Sequence[TakenDocument]) -> dict[int, int]:
-    """Return the document that replaces each of these, by row; documents without tokens need none.
+    """Return the document that replaces each removed one, by row; empty documents need none.
 
     Shapes:  kept: int64[documents], the tokens of each that are packed.
     Raises:  ConfigError: no document with tokens is left.  RowOutOfBounds: there is no such one.
@@ -354,7 +360,7 @@ def stand_ins(kept: Int64, taken_out: Sequence[TakenDocument]) -> dict[int, int]
     left = kept.copy()
     for one in taken_out:
         if one.row >= len(kept):
-            raise RowOutOfBounds("a document that was taken out is not in its block", row=one.row)
+            raise RowOutOfBounds("a removed document is not in its block", row=one.row)
         left[one.row] = 0
     most, found = int(left.max(initial=0)), dict[int, int]()
     for one in taken_out:
@@ -362,9 +368,9 @@ def stand_ins(kept: Int64, taken_out: Sequence[TakenDocument]) -> dict[int, int]
             continue
         if not most:
             raise ConfigError(
-                "all documents with tokens of a block were taken out, and none is left to stand "
-                "for them: in a job of another name, leave them out with where= on a "
-                "column that names them, or write the shard anew",
+                "all documents with tokens of a block were taken out, and none is left to replace "
+                "them: start a job with another name that leaves them out with where= on a column "
+                "that names them, or write the shard again without them",
                 field="tombstones",
             )
         found[one.row] = _first(one.key, left >= min(int(kept[one.row]), most))
@@ -372,7 +378,7 @@ def stand_ins(kept: Int64, taken_out: Sequence[TakenDocument]) -> dict[int, int]
 
 
 def _first(keyed: int, is_able: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int:
-    """Return the first number of a key's sequence that is able; at least one must be."""
+    """Return the first number of a key's sequence for which `is_able` is true."""
     while True:
         words = np.arange(_DRAWN, dtype=np.uint64) * np.uint64(GAMMA) + np.uint64(keyed)
         drawn = mix_in_place(words) % np.uint64(len(is_able))
@@ -383,8 +389,8 @@ def _first(keyed: int, is_able: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> i
 
 
 def _narrow(packs: Packs, pieces: Int32, pack: PackSpec) -> None:
-    """Move the rows of padded batches whose widest row has become shorter, since these are less
-    wide.
+    """Reduce the width of padded batches whose widest row has become shorter, and move their rows
+    accordingly.
     """
     changed = np.flatnonzero(pieces[2] != packs.pieces[2])
     for number in np.unique(packs.starts.searchsorted(changed, side="right") - 1).tolist():

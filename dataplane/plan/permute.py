@@ -32,7 +32,7 @@ _TOGETHER = 1 << 14
 
 
 class Domain(enum.IntEnum):
-    """The purpose of a key, which is its first part, so that no two uses share a stream."""
+    """The purpose of a key: its first part, so that no two purposes use the same numbers."""
 
     BLOCKS = 1
     WINDOW = 2
@@ -50,14 +50,14 @@ class Domain(enum.IntEnum):
 
 
 def mix(word: int) -> int:
-    """The finaliser: a bijection of 64-bit words that spreads every bit over all of them."""
+    """Mix one word: a bijection of 64-bit words in which each input bit affects all."""
     word = ((word ^ (word >> 30)) * _FIRST) & _MASK
     word = ((word ^ (word >> 27)) * _SECOND) & _MASK
     return word ^ (word >> 31)
 
 
 def mix_in_place(words: Words) -> Words:
-    """`mix` of every word, written over it.
+    """Replace every word by `mix` of it.
 
     Shapes:  words: uint64[...], contiguous or not.
     """
@@ -73,7 +73,7 @@ def mix_in_place(words: Words) -> Words:
 
 
 def checked_word(value: int, name: str) -> int:
-    """`value` if it is an unsigned 64-bit number.
+    """Return `value` if it is an unsigned 64-bit number.
 
     Raises:  ConfigError: it is not; names the field.
     """
@@ -85,7 +85,7 @@ def checked_word(value: int, name: str) -> int:
 
 
 def key(seed: int, *parts: int) -> int:
-    """A 64-bit key for (seed, *parts), each of them in [0, 2**64).
+    """Compute a 64-bit key for (seed, *parts), each of them in [0, 2**64).
 
     Raises:  ConfigError: the seed or a part is out of range.
     """
@@ -96,7 +96,7 @@ def key(seed: int, *parts: int) -> int:
 
 
 def extended(keys: int | Words, parts: NDArray[np.integer]) -> Words:
-    """`key(…, part)` for many parts at once, from the keys without it.
+    """Extend keys by one more part each: `key(…, part)` for many parts at once.
 
     Shapes:  keys: one, or uint64[n].   parts: integer[n], none negative.   result: uint64[n].
     """
@@ -109,7 +109,7 @@ def extended(keys: int | Words, parts: NDArray[np.integer]) -> Words:
 def sample_keys(
     seed: int, epoch: int, shards: NDArray[np.integer], rows: NDArray[np.integer], op: str
 ) -> Words:
-    """The seed of augmentation `op` for each sample: the same wherever and whenever it is computed.
+    """Compute the seed of augmentation `op` for each sample; it depends on nothing else.
 
     Shapes:  shards, rows: integer[n] (sample id).   result: uint64[n].
     """
@@ -119,11 +119,12 @@ def sample_keys(
 
 
 def permutations(keys: Sequence[int] | Words, length: int) -> Words:
-    """One permutation of [0, length) a key: the stable argsort of the keyed hash's leading bits.
+    """Compute one permutation of [0, length) for each key: the stable argsort of the leading bits
+    of the keyed hash.
 
-    The index replaces as many low bits of the hash as it needs, so that sorting the words in place
-    gives that argsort, in half the time and a third of the memory of `np.argsort`. Every sorting
-    algorithm gives the same result, since no two words are equal.
+    The index replaces as many low bits of each hash as it needs, so that sorting these words in
+    place gives the argsort in half the time and a third of the memory of `np.argsort`. Every
+    sorting algorithm gives the same result, since no two words are equal.
 
     Shapes:  keys: uint64[m].   result: uint64[m, length].
     """
@@ -143,7 +144,7 @@ def permutations(keys: Sequence[int] | Words, length: int) -> Words:
 
 
 def permutation(keyed: int, length: int) -> Words:
-    """The permutation of [0, length) for this key.
+    """Compute the permutation of [0, length) for this key.
 
     Shapes:  result: uint64[length].
     """

@@ -1,10 +1,10 @@
-"""How well an order shuffles: the entropy of a batch's labels if the dataset is sorted by 100
-labels, divided by that of a permutation of all samples. `dataplane plan` shows it, and the advice
-of a job depends on it.
+"""Measure how well an order shuffles: the entropy of a batch's labels if the dataset is sorted by
+100 labels, divided by the entropy for a permutation of all samples. `dataplane plan` shows it, and
+advice depends on it.
 
-Windows are those of the order, and blocks have the size of the block in which a sample usually is.
-Permutations are replaced by others that need not be computed as a whole, so this takes a
-millisecond for any dataset, and always gives the same result.
+The computation uses the order's windows, and the mean size of a sample's block. Permutations are
+replaced by ones that need not be computed as a whole, so it takes a millisecond for any dataset,
+and the result is deterministic.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataplane.plan.permute import Domain, Words, extended, key
 from dataplane.plan.windows import Int64, Windows
 
 _LABELS = 100
-# Batches are examined evenly over the epoch: so many samples of each, and of all together.
+# Batches are taken evenly from the epoch: this many samples of each, and of all together.
 _SAMPLES_OF_BATCH_MAX = 1024
 _SAMPLES = 4096
 _BATCHES_MIN = 16
@@ -25,8 +25,8 @@ _ROUNDS = 3
 
 
 def quality(sizes: BlockSizes, shuffle: Shuffle, draws: int) -> float:
-    """The quality of batches of `draws` samples, from 0 to 1, on average over an epoch: over epoch
-    0 if there is a ramp, over a later one if it is 0.
+    """Return the mean quality of batches of `draws` samples, from 0 to 1, over epoch 0 if there is
+    a ramp, and over any later epoch if not.
     """
     samples, lanes, draws = sizes.samples, shuffle.lanes, min(draws, sizes.samples)
     window = min(shuffle.window, -(-samples // lanes))
@@ -35,13 +35,13 @@ def quality(sizes: BlockSizes, shuffle: Shuffle, draws: int) -> float:
     drawn = min(draws, _SAMPLES_OF_BATCH_MAX)
     count = max(_BATCHES_MIN, _SAMPLES // drawn)
     keys = extended(key(0, Domain.PROBE), np.arange(count))
-    # Not at equal distances, at which all might begin at the end of a block.
+    # Not at equal distances, since then all batches might begin at the end of a block.
     starts = (np.arange(count) + keys / 2**64) / count * (samples - draws)
     batch = np.repeat(np.arange(count), drawn)
     keys = keys[batch]
     within = np.tile(np.arange(drawn), count)
     if draws > drawn:
-        # Samples at any distance: at equal ones they might be of few lanes.
+        # Not at equal distances, since then all samples might be from few lanes.
         within = _permuted(keys, within, np.full(len(batch), draws))
     places = _places(starts.astype(np.int64)[batch] + within, samples, lanes, window, shuffle.ramp)
     labels = _labels(places, keys, samples, sizes.usual_rows)
@@ -59,7 +59,7 @@ def unshuffled_quality(sizes: BlockSizes, draws: int) -> float:
 
 
 def _places(positions: Int64, samples: int, lanes: int, window: int, ramp: int) -> Int64:
-    """Return where in the sequence of all blocks the sample at each position is.
+    """Return where the sample at each position is in the sequence of all blocks.
 
     Shapes:  positions, result: int64[n].
     """
@@ -72,7 +72,8 @@ def _places(positions: Int64, samples: int, lanes: int, window: int, ramp: int) 
 
 
 def _labels(places: Int64, keys: Words, samples: int, rows: int) -> Int64:
-    """The label of the sample at each place of the sequence of blocks, whose order a key gives.
+    """Return the label of the sample at each place of a sequence of blocks that is shuffled by a
+    key.
 
     Shapes:  places, result: int64[n].   keys: uint64[n].
     """
@@ -84,11 +85,11 @@ def _labels(places: Int64, keys: Words, samples: int, rows: int) -> Int64:
 
 
 def _permuted(keys: Words, places: Int64, counts: Int64) -> Int64:
-    """Return where a permutation of [0, count), given by a key, puts each place.
+    """Apply a permutation of [0, count), given by a key, to each place.
 
     Shapes:  keys: uint64[n].   places, counts, result: int64[n]; counts below 2**53.
     """
-    # A bijection of the numbers with as many bits, again and again until the result is in range.
+    # Apply a bijection of numbers of as many bits as `count` has, until the result is in range.
     bits = np.frexp(counts - 1)[1].astype(np.uint64)
     mask, half = (np.uint64(1) << bits) - np.uint64(1), (bits + np.uint64(1)) >> np.uint64(1)
     found = places.astype(np.uint64)
@@ -105,7 +106,7 @@ def _permuted(keys: Words, places: Int64, counts: Int64) -> Int64:
 
 
 def _entropy_of_full_shuffle(batch: int) -> float:
-    """The average entropy of the labels of `batch` > 1 independent samples, in bits."""
+    """Return the mean entropy of the labels of `batch` > 1 independent samples, in bits."""
     many = np.arange(batch + 1)
     factorial: NDArray[np.float64] = np.concatenate([[0.0], np.cumsum(np.log(many[1:]))])
     chance = factorial[-1] - factorial - factorial[::-1]

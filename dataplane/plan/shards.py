@@ -1,10 +1,10 @@
-"""The shards of a manifest, column by column: a million shards are a few arrays, not objects.
+"""The shards of a manifest as columns: a million shards are a few arrays instead of objects.
 
 1. Operations over all shards take a few passes over arrays; a `Shard` object is made only on
    request.
-2. Nothing here is a mapped file: a manifest is read into memory. Any process that may write to the
-   cache folder could truncate a mapped file, and SIGBUS would then kill the node. A compressed file
-   must be read anyway, which is as fast as checking an uncompressed one.
+2. A manifest is read into memory, not mapped. Any process that may write to the cache folder could
+   truncate a mapped file, and SIGBUS would then kill the node. Manifests are compressed, so they
+   must be read in any case; this is as fast as verifying an uncompressed one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataplane.plan.texts import Bools, Int64, Texts, fixed
 
 # -- shard -------------------------------------------------------------------------------------
 #
-# The shards of a manifest: what indexing reports, and what is stored.
+# One shard: as indexing reports it, and as the manifest stores it.
 
 _URLS_SHOWN = 10
 
@@ -54,8 +54,8 @@ class IndexedShard(Struct, frozen=True):
 
 
 class Shard(Struct, frozen=True):
-    """One shard. `block_count` counts its blocks with samples; `empty_blocks` are the indices,
-    rising, of those without, which the manifest leaves out.
+    """One shard. `block_count` counts its blocks with samples. `empty_blocks` are the ascending
+    indices of its blocks without samples, which the manifest leaves out.
     """
 
     url: str
@@ -68,7 +68,7 @@ class Shard(Struct, frozen=True):
 
 
 def block_table(shard: IndexedShard) -> NDArray[np.int64]:
-    """Rows, offset, length and decoded bytes of each block.
+    """Return rows, offset, length and decoded bytes of each block.
 
     Raises:  ConfigError: a number that no block can have.
     """
@@ -84,15 +84,15 @@ def block_table(shard: IndexedShard) -> NDArray[np.int64]:
 
 
 def no_samples(urls: Sequence[str]) -> ConfigError:
-    """The error if all shards are empty: each is valid, but together they have no samples."""
+    """Return the error for a dataset whose shards are valid but have no samples."""
     return ConfigError(
-        f"the dataset has no samples: no rows in {named(urls)}. Name shards that have some",
+        f"the dataset has no samples: no rows in {named(urls)}. Add shards that have rows",
         field="samples",
     )
 
 
 def named(urls: Sequence[str]) -> str:
-    """The first of these urls, and how many more there are: for an error."""
+    """Return the first of these urls, and how many more there are, for an error."""
     more = len(urls) - _URLS_SHOWN
     return ", ".join(urls[:_URLS_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
@@ -103,10 +103,10 @@ def check_shard(shard: Shard) -> None:
     places = (shard.size_bytes, shard.preamble.offset, shard.preamble.length, *empty)
     if min(places) < 0 or max(places) >= 1 << 63:
         raise ConfigError(
-            f"{shard.url} has a size or a place that is negative or too large", shard=shard.url
+            f"{shard.url} has a size or an offset that is negative or too large", shard=shard.url
         )
     if list(empty) != sorted(set(empty)):
-        raise ConfigError(f"{shard.url} has empty blocks that do not rise", shard=shard.url)
+        raise ConfigError(f"{shard.url} has empty blocks that are not ascending", shard=shard.url)
     try:
         _ = shard.url.encode(), shard.etag.encode()
     except UnicodeEncodeError as error:
@@ -125,9 +125,9 @@ class ShardTable:
     """n shards. The arrays are read-only.
 
     Shapes:  urls, etags: n texts.   size_bytes, preamble_offset, preamble_length: int64[n].
-             zero_copy: bool[n].   block_starts: int64[n + 1], rising from 0: the blocks of shard i
-             are those from block_starts[i] to block_starts[i + 1] of the manifest.
-             empty, empty_starts: int64[m], int64[n + 1]: of shard i, Shard.empty_blocks is
+             zero_copy: bool[n].   block_starts: int64[n + 1], ascending from 0: the blocks of shard
+             i are those from block_starts[i] to block_starts[i + 1] of the manifest.
+             empty, empty_starts: int64[m], int64[n + 1]: Shard.empty_blocks of shard i is
              empty[empty_starts[i]:empty_starts[i + 1]].
     Raises:  ConfigError: numbers that are not valid for a shard; names the shard.
     """
@@ -210,7 +210,7 @@ class ShardTable:
 
     @property
     def block_counts(self) -> Int64:
-        """How many blocks with samples each has.
+        """The number of blocks with samples of each shard.
 
         Shapes:  result: int64[n].
         """
@@ -218,19 +218,19 @@ class ShardTable:
 
     @property
     def empty_counts(self) -> Int64:
-        """How many blocks without samples each has.
+        """The number of blocks without samples of each shard.
 
         Shapes:  result: int64[n].
         """
         return np.diff(self.empty_starts)
 
     def preamble(self, index: int) -> Region:
-        """The bytes that every block of this shard needs besides its own."""
+        """Return the bytes of this shard that every block needs besides its own."""
         return Region(self.preamble_offset.item(index), self.preamble_length.item(index))
 
     def block_in_shard(self, index: int, block: int) -> int:
-        """The index of the manifest's block `block` within shard `index`, where blocks without
-        samples count too.
+        """Return the index of the manifest's block `block` within shard `index`, counting blocks
+        without samples.
         """
         filled = block - self.block_starts.item(index)
         first, stop = self.empty_starts.item(index), self.empty_starts.item(index + 1)
@@ -266,7 +266,7 @@ class ShardTable:
 
 
 def starts_of(counts: Any) -> Int64:
-    """The offset at which each of these groups begins, and the end of the last one.
+    """Return the offset at which each of these groups begins, and the end of the last one.
 
     Shapes:  counts: integer[n].   result: int64[n + 1].
     """
@@ -276,8 +276,8 @@ def starts_of(counts: Any) -> Int64:
 
 
 def spread(values: NDArray[Any], starts: Int64) -> NDArray[Any]:
-    """Repeat values[i] at all places from starts[i] to starts[i + 1]. Works in steps, since numpy
-    holds the GIL while it repeats.
+    """Repeat values[i] at all places from starts[i] to starts[i + 1]. This is done in steps, since
+    numpy holds the GIL while it repeats.
 
     Shapes:  values: any[n].   starts: int64[n + 1], rising from 0.   result: any[starts[n]].
     """

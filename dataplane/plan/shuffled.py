@@ -1,8 +1,8 @@
-"""Estimates of what a shuffle over a dataset or a mixture reads, and of its cost for each host, for
-any number of hosts.
+"""Estimate what a shuffle over a dataset or a mixture reads, and what it costs each host, for any
+number of hosts.
 
-All numbers are computed from mean sizes, which is fast for any dataset. Only the reads of a dataset
-whose plan is known are computed from that plan.
+All numbers are computed from mean sizes, which is fast for any dataset; only the reads of a single
+dataset whose order is known are counted exactly.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ _NONE = np.empty(0, np.int64)
 
 
 class ShuffledSource(Struct, frozen=True):
-    """A dataset, or a named source of a mixture. A lane's samples come from the next `window` of
-    its samples, and a global batch that has any of them has about `draws`. An epoch reads
-    `stored_bytes` of it if no block is read twice, and all its blocks take `kept_bytes` of memory.
+    """A dataset, or a named source of a mixture. A lane's samples come from the next `window`
+    samples of the dataset in that lane, and a global batch that has any of them has about `draws`.
+    An epoch reads `stored_bytes` if no block is read twice, and all blocks together take
+    `kept_bytes` of memory.
     """
 
     sizes: BlockSizes
@@ -54,9 +55,9 @@ class ShuffledSource(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class HostFigures:
-    """The costs of one host in a cluster of this many, each with the given number of ranks.
-    `reads_times_share` is 1 if no block is read by two hosts. Open windows are an estimate from
-    mean sizes; so are a mixture's reads.
+    """The costs of each host in a cluster of `hosts` hosts with the same number of ranks.
+    `reads_times_share` is 1 if no block is read by two hosts. Memory for open windows is an
+    estimate from mean sizes; so are a mixture's reads.
     """
 
     host_count: int
@@ -68,15 +69,16 @@ class HostFigures:
 
 
 def draws_of(share: float, global_batch: int, consecutive: int) -> int:
-    """Estimate how many samples of a source a batch has, where `consecutive` samples are of one
-    source, and the source has this share of all.
+    """Estimate how many samples of a source a batch has, if the source has this share of all
+    samples, and `consecutive` samples of a lane come from one source.
     """
     return max(1, consecutive, round(share * global_batch))
 
 
 def mixed_window(window: int, share: float, consecutive: int, round_steps: int) -> int:
-    """Return the effective `window` of a source with this window and share: within a round, the
-    samples of a lane stand in any order, unless consecutive ones are of one source.
+    """Return the effective `window` of a source with this window and share. Rounds lengthen it:
+    within a round, the samples of a lane are in any order, unless consecutive ones come from one
+    source.
     """
     return window if consecutive > 1 else window + round(share * round_steps)
 
@@ -100,7 +102,7 @@ def source_of_mixture(
 
 
 def hosts_per_block(sources: Sequence[ShuffledSource], lanes: int, cluster: Cluster) -> float:
-    """How many hosts read a block, on average over all bytes."""
+    """Return how many hosts read a block, on average over all bytes."""
     stored = sum(source.stored_bytes for source in sources)
     if not stored or lanes == 1:
         return cluster.hosts_per_block(lanes, 1)
@@ -116,11 +118,11 @@ def open_bytes(sources: Sequence[ShuffledSource], lanes_open: int) -> int:
 
 
 class BlockHosts(Struct, frozen=True, eq=False):
-    """The lanes that serve each of K blocks of an order: `first`, and for blocks on borders of
-    lanes, which are fewer than the lanes, this many `more`. Hosts that read a lane may read its
-    blocks, even if by chance their ranks take no sample of one.
+    """The lanes that contain each of K blocks of an order: `first`, and for the blocks that lie
+    `on_border` of lanes, this many `more`. There are fewer of these than lanes. Hosts that read a
+    lane may read its blocks, even if their ranks happen to take no sample of one.
 
-    Shapes:  first: integer[K].   on_border: int64[m], blocks, rising.   more: int64[m].
+    Shapes:  first: integer[K].   on_border: int64[m], blocks, ascending.   more: int64[m].
     """
 
     lanes: int
@@ -131,7 +133,7 @@ class BlockHosts(Struct, frozen=True, eq=False):
     @classmethod
     def of(cls, order: Order) -> Self:
         """Return the lanes of all blocks of the order."""
-        # The narrowest type that holds them: less memory and time.
+        # The narrowest type that holds all lanes saves memory and time.
         count, lanes = order.block_count, np.min_scalar_type(-order.lanes)
         first, on_border, more = np.empty(count, lanes), [_NONE], [_NONE]
         for start in range(0, count, _PIECE):
@@ -220,19 +222,17 @@ def figures_by_host_count(
 # -- shuffled job ------------------------------------------------------------------------------
 #
 # Judge a shuffled job's lanes and windows: whether batches mix well, whether open windows fit into
-# memory, and whether hosts read more than their share.
-#
-# All numbers are estimates from mean sizes, so this is fast for any dataset.
+# memory, and whether hosts read more than their share. All numbers are estimates from mean sizes.
 
-# Batches of 25 blocks have this quality; those of 8 have 0.46.
+# Batches with samples of 25 blocks have this quality; batches of 8 blocks have 0.46.
 QUALITY_MIN = 0.7
-# A host may read so much more than its share.
+# Hosts that read less than this multiple of their share, or less than this excess, get no warning.
 _READS_MAX, _EXCESS_BYTES_MAX = 1.5, 32 * GIB
 
 
 class ShuffledJob(Struct, frozen=True):
     """The sources of a job, its lanes, and its cluster. Each host has `arena_bytes` of memory for
-    blocks; infinity means unknown.
+    blocks; infinity if that is unknown.
     """
 
     sources: tuple[ShuffledSource, ...]
@@ -309,12 +309,12 @@ class ShuffledJob(Struct, frozen=True):
 
     @property
     def lanes_of_ranks(self) -> int:
-        """A number of lanes near the present one for which each rank stays on its own lanes."""
+        """The number of lanes closest to the present one for which ranks share no lanes."""
         ranks = self.cluster.dp_size
         return ranks * max(round(self.lanes / ranks), 1)
 
     def by_default(self, lanes: int | None = None) -> ShuffledJob:
-        """Return the job with the default windows of these lanes, or with default lanes, too."""
+        """Return the job with default windows for these lanes, or for default lanes."""
         sizes = [source.sizes for source in self.sources]
         if len(sizes) == 1:
             shuffle = shuffle_of(sizes[0], lanes)
@@ -326,9 +326,7 @@ class ShuffledJob(Struct, frozen=True):
         return self._with(lanes, [window] * len(self.sources))
 
     def with_rounds(self, source: ShuffledSource, window: int) -> int:
-        """Return the window that a source effectively has: in a mixture, rounds lengthen
-        its own.
-        """
+        """Return the effective window of a source, which rounds lengthen in a mixture."""
         if not source.name or source.draws >= self.global_batch:
             return window
         return mixed_window(window, source.draws / self.global_batch, 1, ROUND_STEPS)
@@ -342,5 +340,5 @@ class ShuffledJob(Struct, frozen=True):
 
 
 def block_bytes(source: ShuffledSource) -> float:
-    """The memory that a block of the source takes on average."""
+    """Return the memory that a block of the source takes on average."""
     return source.kept_bytes / source.sizes.blocks

@@ -1,11 +1,13 @@
 """The batches of one data-parallel rank: the positions of an epoch that each of its steps reads.
 
-1. Step s covers the positions [cursor + s*G, cursor + (s+1)*G), cut or wrapped at N; where some are
-   skipped, the next G positions that are not. Of a ragged end, the last step goes on to N.
-2. A rank owns the positions t with t % dp_size == dp_rank: every position has one owner, and the
-   owner's batches joined by rising t are the global batch, whatever dp_size is.
-3. The number of steps is the same on every rank (`EpochSteps` in model/changes.py), and with a
-   ragged end the last one may be joined by fewer rows than there are ranks.
+1. Step s covers the positions [cursor + s*G, cursor + (s+1)*G), cut or wrapped at N. If some of
+them
+   are skipped, it covers the next G positions that are not. The last step of a ragged end extends
+   to N.
+2. A rank owns the positions t with t % dp_size == dp_rank. So every position has one owner, and the
+   owners' batches, merged by ascending t, are the global batch for any dp_size.
+3. The number of steps is the same on every rank (`EpochSteps` in model/changes.py). With a ragged
+   end, a rest of fewer rows than there are ranks may be added to the last step.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ GLOBAL_BATCH_MAX = 1 << 31
 
 
 class Steps(Struct, frozen=True):
-    """The positions of some steps of one rank, one step after the other.
+    """The positions of several steps of one rank, step after step.
 
-    Shapes:  positions: int64[sum of rows].   rows, valid: int64[steps]; the first `valid` rows are
-    not padding.
+    Shapes:  positions: int64[sum of rows].   rows, valid: int64[steps]; only the first `valid` rows
+    of a step are not padding.
     """
 
     positions: Int64
@@ -74,7 +76,7 @@ class Slice(Struct, frozen=True):
         return self.steps.count
 
     def positions(self, step: int) -> Int64:
-        """The positions of one step of this rank, in batch order.
+        """Return the positions of one step of this rank, in batch order.
 
         Shapes:  result: int64[local batch], which may be empty.
         Raises:  ConfigError: there is no such step.
@@ -82,7 +84,7 @@ class Slice(Struct, frozen=True):
         return self.positions_of_steps(step, 1).positions
 
     def positions_of_steps(self, first: int, count: int, stride: int = 1) -> Steps:
-        """The steps first, first + stride, …, `count` of them.
+        """Return the positions of `count` steps: first, first + stride, …
 
         Raises:  ConfigError: there is no such step.
         """
@@ -112,7 +114,7 @@ class Slice(Struct, frozen=True):
         return Steps(positions, rows, valid)
 
     def _over_gaps(self, steps: range) -> Steps:
-        """Return steps of which some cross a gap."""
+        """Return the positions of these steps, some of which extend over skipped positions."""
         found, rows, valid = [], [], []
         own = self.steps
         count, gaps = own.sample_count, own.gaps
@@ -139,7 +141,9 @@ class Slice(Struct, frozen=True):
         """Raises:  ConfigError: there are no steps first, first + stride, …, `count` of them."""
         if count < 0 or stride < 1:
             raise ConfigError(
-                f"{count} steps at a stride of {stride}: count from 0, stride from 1", field="step"
+                f"{count} steps with a stride of {stride}: choose 0 steps or more, and a stride"
+                " of 1 or more",
+                field="step",
             )
         last, step_count = first + (count - 1) * stride, self.step_count
         if count and not 0 <= first <= last < step_count:

@@ -1,4 +1,4 @@
-"""Strings in one buffer: a million names without a million objects. Pure.
+"""Many strings in one buffer: a million names without a million objects. Pure.
 
 1. Every text is valid UTF-8, and the buffer begins with the first and ends with the last.
 2. Operations over all texts take a few passes over arrays; a str is made only on request.
@@ -27,7 +27,7 @@ _LOOKED_AT = 1 << 20
 
 
 class Piece(Struct, frozen=True, eq=False):
-    """One piece of each of n records: content[starts[i]:stops[i]] of record i.
+    """One slice of a buffer for each of n records: content[starts[i]:stops[i]] for record i.
 
     Shapes:  content: any, contiguous.   starts, stops: int64[n].
     """
@@ -40,7 +40,7 @@ class Piece(Struct, frozen=True, eq=False):
 class Texts(Struct, frozen=True, eq=False):
     """n texts, the i-th of which is content[starts[i]:starts[i + 1]]. The arrays are read-only.
 
-    Shapes:  content: uint8[starts[n]].   starts: int64[n + 1], rising, from 0.
+    Shapes:  content: uint8[starts[n]].   starts: int64[n + 1], ascending, from 0.
     """
 
     content: Bytes
@@ -61,7 +61,7 @@ class Texts(Struct, frozen=True, eq=False):
         """Raises:  IndexError: there is no such text."""
         index += len(self) if index < 0 else 0
         if index < 0:
-            raise IndexError("there are fewer texts than that")
+            raise IndexError("the index is beyond the last text")
         at = self.starts.item
         return bytes(self.content.data[at(index) : at(index + 1)]).decode()
 
@@ -83,12 +83,12 @@ class Texts(Struct, frozen=True, eq=False):
         return np.diff(self.starts)
 
     def piece(self, skipped: int = 0) -> Piece:
-        """These texts, without this many bytes at the beginning of each."""
+        """Return these texts without the first `skipped` bytes of each."""
         starts = self.starts[:-1]
         return Piece(self.content, starts + skipped if skipped else starts, self.starts[1:])
 
     def starting_with(self, prefix: bytes) -> Bools:
-        """Which of them begin with these bytes.
+        """Return which texts begin with these bytes.
 
         Shapes:  result: bool[n].
         """
@@ -101,11 +101,11 @@ class Texts(Struct, frozen=True, eq=False):
         return found
 
     def shared_prefix_bytes(self) -> int:
-        """How many bytes they all begin with."""
+        """Return the length of the prefix that all texts share."""
         length = int(self.lengths.min(initial=len(self.content)))
         at = 0
         if length >= _WORD:
-            # Eight bytes at a time, wherever they begin.
+            # Compare eight bytes at a time, at any alignment.
             shape = (len(self.content) - _WORD + 1,)
             words = np.ndarray(shape, np.uint64, self.content.data, strides=(1,))
             while at + _WORD <= length and _is_one(words[self.starts[:-1] + at]):
@@ -115,7 +115,7 @@ class Texts(Struct, frozen=True, eq=False):
         return at
 
     def changed(self, change: Callable[[str], str], marks: bytes) -> Texts:
-        """The same texts, but those that contain one of the bytes `marks` are changed."""
+        """Return these texts, with `change` applied to those with a byte of `marks`."""
         places = self._places_of(marks)
         if not len(places):
             return self
@@ -131,7 +131,7 @@ class Texts(Struct, frozen=True, eq=False):
         return Texts(fixed(np.concatenate([*records((), pieces)])), fixed(starts))
 
     def _places_of(self, marks: bytes) -> Int64:
-        """The places of these bytes in the content."""
+        """Return the places of these bytes in the content."""
         found = [np.empty(0, np.int64)]
         for begin in range(0, len(self.content), _LOOKED_AT):
             some = self.content[begin : begin + _LOOKED_AT]
@@ -143,8 +143,8 @@ class Texts(Struct, frozen=True, eq=False):
 
 
 def records(numbers: Sequence[NDArray[Any]], pieces: Sequence[Piece]) -> Iterator[Bytes]:
-    """Record 0, record 1, … several at a time. Record i is the i-th of all numbers, as int64, then
-    the i-th of all pieces.
+    """Yield the records, several in each array. Record i consists of the i-th of all numbers, as
+    int64, followed by the i-th of all pieces.
 
     Shapes:  numbers: integer[n] each.   result: uint8[m], little-endian.
     """
@@ -169,7 +169,7 @@ def _is_one(values: NDArray[Any]) -> bool:
 
 
 def fixed(values: NDArray[Any]) -> NDArray[Any]:
-    """The same array, read-only."""
+    """Make an array read-only, and return it."""
     view = values.view()
     view.flags.writeable = False
     return view
@@ -177,10 +177,10 @@ def fixed(values: NDArray[Any]) -> NDArray[Any]:
 
 # -- arrow -------------------------------------------------------------------------------------
 #
-# Convert columns between numpy and Arrow, without a copy if their form is the same.
+# Convert columns between numpy and Arrow, without a copy if their layout is the same.
 #
-# Written by hand: Arrow's own conversions import its compute module, numpy.ma, and pandas if it is
-# installed, which takes up to half a second.
+# Arrow's own conversions are not used, since they import its compute module, numpy.ma, and pandas
+# if it is installed, which takes up to half a second.
 
 
 def numbers_of(array: Any) -> NDArray[Any]:

@@ -1,11 +1,11 @@
-"""The rows of each step of a job; rows that were removed from it, and the rows that replace them.
+"""The rows of each step of a job, and the rows that replace those removed from the job.
 
-1. The position of a removed row gives a remaining row of the same block, one that the job's view
-   has. So no other position changes and no other block is read. docs/order.md specifies which row.
+1. At the position of a removed row, another row of the same block and of the job's view is read. So
+   no other position changes and no other block is read. docs/order.md specifies which row.
 2. The choice depends on the seed, the shard, the row, and the other rows removed from the block;
    not on the epoch, nor on ranks.
-3. Where samples are packs, the tokens of a document are replaced: see plan/packs.py. This
-   module gives only its key, and the number of its row.
+3. If samples are packs, the tokens of a document are replaced: see plan/packs.py. This module gives
+   only the document's key, and the number of its row.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from dataplane.plan.windows import Int64
 
 # -- trail -------------------------------------------------------------------------------------
 #
-# Find the rows of a step of a job, and the steps at which a row stands: the plan in both
-# directions.
+# Find the rows of a step of a job, and the steps that contain a row.
 #
-# 1. A row is named by its shard and its row in the shard, both counted from 0, as in augmentations,
-#    and not by its block.
-# 2. Steps are those of the plan: step s of an epoch has the positions from s * G on, wherever a run
-#    was resumed. `cursor` moves the first step, for runs that were resumed within a step.
+# 1. A row is named by its shard and its row in the shard, both 0-based, as in augmentations, and
+# not
+#    by its block.
+# 2. Steps are those of the plan: step s of an epoch begins at position s * G, wherever a run was
+#    resumed. `cursor` moves the first step, for runs that were resumed within a step.
 # 3. `places_of` is the inverse of `rows_of_step`.
 
 RowsLeft = Callable[[int], Int64]
@@ -48,10 +48,10 @@ _DIGITS_MAX = 18
 
 
 class StepRows(Struct, frozen=True):
-    """The rows of one global batch, in its order. Blocks and shards are counted in the dataset of
-    their source, which is the first one if the job mixes none. Where a row was removed from the
-    job, the row that replaces it is listed, and `taken_rows` has the removed one, in its shard; -1
-    elsewhere.
+    """The rows of one global batch, in its order. Blocks and shards are numbered in the dataset of
+    their source; a job without a mixture has source 0. Where a row was removed from the job, the
+    row that replaces it is listed, and `taken_rows` has the removed one's number in its shard; it
+    is -1 elsewhere.
 
     Shapes:  positions, dp_ranks, sources, blocks, block_rows, shards, shard_rows, taken_rows:
     int64[rows].   is_padding, is_skipped: bool[rows].
@@ -70,7 +70,7 @@ class StepRows(Struct, frozen=True):
 
 
 class Place(Struct, frozen=True):
-    """A row's place in an epoch: `step` is None if the epoch ends before (end="drop")."""
+    """A row's place in an epoch. `step` is None if it is in the dropped end of the epoch."""
 
     position: int
     step: int | None
@@ -81,8 +81,8 @@ class Place(Struct, frozen=True):
 class RowNames:
     """Translates between a manifest's (block, row) and (shard, row in the shard).
 
-    For a view's manifest, `rows_left` returns for each block the rows that the view keeps, counted
-    in the block, rising; None if they are the first ones.
+    If the manifest is that of a view, `rows_left` returns for each block the rows that the view
+    keeps, counted in the block, ascending; None if they are the first ones.
     """
 
     def __init__(self, manifest: Manifest, rows_left: RowsLeft | None = None) -> None:
@@ -108,16 +108,16 @@ class RowNames:
 
     @property
     def block_count(self) -> int:
-        """How many blocks the manifest, or that of the view, has."""
+        """The number of blocks of the manifest."""
         return self._of_view.block_count
 
     def row_count(self, shard: int) -> int:
-        """How many rows a shard has."""
+        """Return how many rows a shard has."""
         first, last = self._manifest.shards.block_starts[shard : shard + 2]
         return int(self._starts[last] - self._starts[first])
 
     def block_of(self, shard: int, row: int) -> tuple[int, int]:
-        """The block of a row of a shard, and its row in the block.
+        """Return the block of a row of a shard, and its row in the block.
 
         Raises:  ConfigError: there is no such shard or row, or it is not in the view.
         """
@@ -128,8 +128,8 @@ class RowNames:
         return found
 
     def find(self, shard: int, row: int, of_view: int | None = None) -> tuple[int, int] | None:
-        """Return `block_of`, or None if the row is not in the view. `of_view` is its row in the
-        block, if that is known already.
+        """Return `block_of`, or None if the row is not in the view. `of_view` is the row's number
+        among the view's rows of its block, if the caller knows it.
 
         Raises:  ConfigError: there is no such shard or row.
         """
@@ -144,8 +144,8 @@ class RowNames:
         return self._in_view(block, sample - int(self._starts[block]), of_view)
 
     def _in_view(self, block: int, row: int, of_view: int | None) -> tuple[int, int] | None:
-        """Return the same row of the same block, as the view counts it; None if the view
-        lacks it.
+        """Return the block, and the row's number among the view's rows of the block; None if the
+        view does not contain the row.
         """
         kept = self._of_view.kept
         if kept is not None:
@@ -165,7 +165,7 @@ class RowNames:
 
 
 def shard_named(manifest: Manifest, name: str) -> int:
-    """The shard with this number, this url, or a url that ends with this name.
+    """Return the shard with this number, this url, or a url that ends with this name.
 
     Raises:  ConfigError: there is none, or several.
     """
@@ -183,7 +183,7 @@ def shard_named(manifest: Manifest, name: str) -> int:
             shard=name,
         )
     some = ", ".join(urls[at] for at in found[:_SHOWN_MAX])
-    raise ConfigError(f"{len(found)} shards are called {name!r}: {some}. Give more of the url")
+    raise ConfigError(f"{len(found)} shards match {name!r}: {some}. Give a longer part of the url")
 
 
 def rows_of_step(
@@ -195,9 +195,9 @@ def rows_of_step(
     gaps: Gaps = NO_GAPS,
     rows_for: RowsFor | None = None,
 ) -> StepRows:
-    """Return the global batch of a step, and the rank that gets each of its rows. `names` are those
-    of each source. `gaps` are skipped, but count in `steps`; `rows_for` returns the rows that
-    replace removed ones, if there are any.
+    """Return the global batch of a step, and the rank that reads each of its rows. `names` has an
+    entry for each source. `gaps` are skipped, but count in `steps`; `rows_for` returns the rows
+    that replace removed ones, if there are any.
 
     Raises:  ConfigError: the epoch has no such step; an impossible cursor or dp_size.
     """
@@ -226,12 +226,12 @@ def rows_of_step(
 
 
 def places_of(steps: EpochSteps, order: TracedOrder, block: int, row: int) -> tuple[Place, ...]:
-    """Return where a row of a block stands in an epoch: once for each pass over its source, and
-    again each time that it pads the last step. A position before the cursor has no step.
+    """Return the places of a row of a block in an epoch: one for each pass over its source, and one
+    for each time that it pads the last step. A position before the cursor has no step.
 
     Raises:  ConfigError: there is no such row; an impossible cursor or dp_size.
     """
-    Slice(steps)  # checks them
+    Slice(steps)  # raises if the steps are invalid
     count, cursor = order.sample_count, steps.cursor
     found, last = order.positions_of(block, row).tolist(), steps.count - 1
     stop = steps.begin(steps.count)
@@ -267,10 +267,10 @@ class Substitutes:
             if one.of_view is None and filters(sources[one.source][0]):
                 raise _without_number(one)
             found = names[one.source].find(one.shard, one.row, one.of_view)
-            if found is not None:  # otherwise its block makes no packs
+            if found is not None:  # otherwise the row's block has no packs
                 gone.setdefault((one.source, found[0]), {})[found[1]] = one
         self.gone: dict[int, tuple[int, ...]] = {}
-        """The rows of each block that were taken out of it, if any were."""
+        """The removed rows of each block that has any."""
         self._documents: dict[int, tuple[TakenDocument, ...]] = {}
         places: list[tuple[int, int]] = []
         for (source, block), rows in gone.items():
@@ -307,13 +307,13 @@ class Substitutes:
 
 
 def substitute_key(seed: int, shard: int, row: int) -> int:
-    """Return the key with which a row of a shard is replaced, in a dataset with this seed."""
+    """Return the key by which a row of a shard is replaced, in a dataset with this seed."""
     return int(key(seed, Domain.TOMBSTONE, shard, row))
 
 
 def substitute(keyed: int, row_count: int, gone: Container[int]) -> int:
     """Return the row of a block with `row_count` rows that replaces a removed row with this key.
-    `gone` contains all rows of the block that cannot, and must leave one.
+    `gone` contains all rows of the block that must not be used; at least one must be left.
     """
     while True:
         row = mix(keyed) % row_count
@@ -327,14 +327,14 @@ def check_tombstones(
 ) -> None:
     """Check that these rows can be removed from a job over these datasets.
 
-    Raises:  ConfigError: says why they cannot, and what to do.
+    Raises:  ConfigError: they cannot; the message says why, and what to do.
     """
     if tombstones:
         Substitutes(spec, manifests, tombstones)
 
 
 def _sources(spec: JobSpec) -> list[tuple[View, int]]:
-    """The view and the seed of each dataset of a job."""
+    """Return the view and the seed of each dataset of a job."""
     if spec.mixture is None:
         return [(spec.view, spec.seed)]
     views = [source.view for source in spec.mixture.sources]
@@ -342,20 +342,20 @@ def _sources(spec: JobSpec) -> list[tuple[View, int]]:
 
 
 def _used(tombstones: Sequence[Tombstone], manifests: Sequence[Manifest]) -> list[int]:
-    """The sources of these rows.
+    """Return the sources of these rows.
 
     Raises:  ConfigError: there is no such source.
     """
     found = sorted({one.source for one in tombstones})
     if found and not 0 <= found[0] <= found[-1] < len(manifests):
-        raise ConfigError(f"there is no source {found[-1]}: the job has {len(manifests)}")
+        raise ConfigError(f"there is no source {found[-1]}: the job has {len(manifests)} sources")
     return found
 
 
 def _without_number(one: Tombstone) -> ConfigError:
     return ConfigError(
-        f"row {one.row} of shard {one.shard} was taken out, and the ledger does not say which row "
-        "of the job's view it is: `dataplane ledger verify` checks the ledger"
+        f"row {one.row} of shard {one.shard} was taken out, but the ledger does not say which row "
+        "of the job's view it is: run `dataplane ledger verify` to check the ledger"
     )
 
 
@@ -369,8 +369,8 @@ def _block_is_gone(
     if not is_whole:
         what = f"all rows that the view has of a block of {url}, between rows {first} and {last},"
     return ConfigError(
-        f"{what} would be taken out, and no row of it is left to stand for them: in a job of "
-        "another name, leave them out with where= on a column that names them, or write the shard "
-        "anew",
+        f"{what} would be taken out, and no row of it is left to replace them: start a job with "
+        "another name that leaves them out with where= on a column that names them, or write the "
+        "shard again without them",
         shard=url,
     )

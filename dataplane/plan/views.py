@@ -23,17 +23,17 @@ from dataplane.plan.texts import Bools, Int64, Piece, Texts, records
 
 # -- identity ----------------------------------------------------------------------------------
 #
-# The identity of a dataset, independent of its location; resume compares it with the saved
-# state's.
+# The identity of a dataset, independent of its location. Resuming compares it with the identity in
+# the saved state.
 #
-# A manifest's fingerprint includes urls, and estimates made by our code, because nodes share blocks
-# by it. Here, shards are named relative to their root, the longest common folder, so that a dataset
-# keeps its identity in another bucket or folder.
+# A manifest's fingerprint is not suitable: it covers urls and sizes estimated by our code, because
+# nodes share blocks by it. Here, shards are named relative to their longest common folder, so that
+# a dataset keeps its identity in another bucket or folder.
 
 
 def identity_of(manifest: Manifest) -> DatasetIdentity:
-    """Compute a dataset's identity. Linear in shards and blocks: about 0.5 s for 10^6 shards with 3
-    * 10^6 blocks.
+    """Compute a dataset's identity. Linear in shards and blocks: about 0.5 s for 10^6 shards with
+    3 * 10^6 blocks.
     """
     layout, etags = _hash(), _hash()
     for text in (manifest.format.encode(), manifest.schema):
@@ -54,8 +54,8 @@ def identity_of(manifest: Manifest) -> DatasetIdentity:
 
 def relative_names(urls: Texts) -> Piece:
     """Return each url without the longest common folder. If shards are in several buckets or
-    stores, the names contain the bucket. Parts that change are left out: the query of a web
-    address, since a presigned url gets a new one every day, and the commit of a Hub's repository.
+    stores, the names contain the bucket. Parts of a url that change are left out: the query of a
+    web address, since a presigned url has a new one every day, and the commit of a Hub repository.
     """
     paths = urls.changed(_lasting, b"?@")
     shared = paths.content[: paths.shared_prefix_bytes()].tobytes()
@@ -88,7 +88,7 @@ _HALF = np.uint64(32)
 
 
 class _Share(NamedTuple):
-    """The rows whose hash, for this use, lies in [lower, upper), in units of 2**-32."""
+    """The rows whose hash for this purpose is in [lower, upper), in units of 2**-32."""
 
     use: int
     lower: int
@@ -96,12 +96,12 @@ class _Share(NamedTuple):
 
 
 def has_shares(view: View) -> bool:
-    """Whether the view has only a keyed share of the rows."""
+    """Return whether the view restricts the rows to a keyed share."""
     return bool(_shares(view))
 
 
 def shard_words(urls: Texts) -> Words:
-    """The word that stands for each shard in the keys of its rows.
+    """Return the word that represents each shard in the keys of its rows.
 
     Shapes:  result: uint64[shards].
     """
@@ -128,7 +128,7 @@ def chosen(view: View, word: int, first_row: int, count: int) -> Bools:
 
 
 def chosen_counts(view: View, words: Words, first_rows: Int64, rows: Int64) -> Int64:
-    """How many rows of each block are in the view's shares.
+    """Return how many rows of each block are in the view's shares.
 
     Shapes:  words: uint64[K], of the shard of each block.   first_rows, rows: int64[K], where the
     block begins in its shard, and its rows.   result: int64[K].
@@ -138,7 +138,7 @@ def chosen_counts(view: View, words: Words, first_rows: Int64, rows: Int64) -> I
     keys = [extended(key(0, Domain.SHARE, share.use), words) for share in shares]
     begin = 0
     while begin < len(rows):
-        # Some blocks together; a long one by itself.
+        # Process several blocks together, but a long one by itself.
         end = max(int(starts.searchsorted(starts[begin] + _TOGETHER, side="right")) - 1, begin + 1)
         some = slice(begin, end)
         counts[some] = _counts(shares, [one[some] for one in keys], first_rows[some], rows[some])
@@ -192,13 +192,13 @@ LIMIT_MAX = (1 << 62) - 1
 
 
 def rows_only(view: View) -> View:
-    """Return the part of the view that decides which rows there are."""
+    """Return only the part of the view that decides which rows it contains."""
     return replace(view, map="", collate="", pack=None)
 
 
 def samples_of(view: View, seed: int) -> tuple[View, int]:
-    """Return the part of the view that decides how many samples there are, and the seed of its map
-    if it matters: the number of packs depends on what the map makes.
+    """Return only the part of the view that decides how many samples it has, and the seed of its
+    map, or 0 if the seed has no effect: the number of packs depends on the rows that the map makes.
     """
     if view.pack is None:
         return rows_only(view), 0
@@ -206,7 +206,7 @@ def samples_of(view: View, seed: int) -> tuple[View, int]:
 
 
 def check_shares(view: View) -> None:
-    """Raises:  ConfigError: its shares or its limit are no such numbers."""
+    """Raises:  ConfigError: the shares or the limit are out of range."""
     split = (view.split_from, view.split_to)
     is_split = 0 <= view.split_from < view.split_to <= WHOLE or split == (0, 0)
     if not (0 <= view.sample <= WHOLE and is_split and 0 <= view.limit <= LIMIT_MAX):
@@ -214,7 +214,7 @@ def check_shares(view: View) -> None:
 
 
 def filters(view: View) -> bool:
-    """Whether rows of each block are chosen; a limit alone takes the first ones."""
+    """Return whether the view selects rows within blocks; a limit alone takes the first rows."""
     return bool(view.where) or has_shares(view)
 
 
@@ -229,7 +229,7 @@ def first_rows(manifest: Manifest) -> Int64:
 
 
 def shared_counts(manifest: Manifest, view: View) -> Int64:
-    """The rows of each block in the shares of a view.
+    """Return the number of rows of each block that are in the shares of a view.
 
     Shapes:  result: int64[K].
     """
@@ -240,7 +240,7 @@ def shared_counts(manifest: Manifest, view: View) -> Int64:
 
 
 def limited(counts: Int64, limit: int) -> Int64:
-    """The same rows up to a limit, in the dataset's order; 0 is no limit.
+    """Reduce the counts so that only the first `limit` rows are counted; 0 means no limit.
 
     Shapes:  counts, result: int64[K].
     """

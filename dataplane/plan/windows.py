@@ -1,8 +1,7 @@
 """The shuffle windows of one epoch: offsets of a lane permuted within windows of W samples.
 
-Lanes reach their next windows at different steps, evenly spread over W offsets, so blocks are
-fetched and permutations computed at an even rate. docs/order.md defines where windows begin.
-
+Lanes reach their next windows at different steps, evenly distributed over W offsets, so that blocks
+are fetched and permutations computed at an even rate. docs/order.md defines where windows begin.
 1. A window's permutation depends only on (seed, epoch, lane, window) and on its length.
 2. Caching only saves time: a dropped permutation is computed again with the same result.
 3. Cached windows never take more than `WINDOW_CACHE_BYTES`, or one window if that is larger.
@@ -24,9 +23,9 @@ from dataplane.plan.permute import GAMMA, Domain, extended, key, permutations
 
 Int64 = NDArray[np.int64]
 
-# The open window of every lane, and the one before it or after it, since a long slab may reach into
-# the next window of every lane. Entries take two bytes in windows of up to 65,536 samples and four
-# beyond: 960 lanes of such windows fit.
+# Room for the open window of every lane, and for its predecessor or successor, since a long slab
+# may extend into the next window of every lane. Entries take two bytes in windows of up to 65,536
+# samples and four beyond: 960 lanes of such windows fit.
 WINDOW_CACHE_BYTES = 256 << 20
 _HELD_PER_LANE = 2
 
@@ -40,7 +39,7 @@ _Number = TypeVar("_Number", Int64, int)
 
 
 def distinct(values: Int64) -> tuple[Int64, NDArray[np.intp]]:
-    """Return the distinct values in rising order, and where among them each value is.
+    """Return the distinct values in ascending order, and the index of each value among them.
 
     Shapes:  values: int64[n].   result: int64[m], intp[n].
     """
@@ -49,7 +48,7 @@ def distinct(values: Int64) -> tuple[Int64, NDArray[np.intp]]:
     low = values.min()
     span = int(values.max() - low) + 1
     if span > 4 * len(values) + 4096:
-        # As np.unique does; it would import numpy.ma first, which makes that seek the slowest.
+        # Like np.unique, which would import numpy.ma first and make the first seek slow.
         order = np.argsort(values, kind="stable")
         ordered = values[order]
         is_new = np.concatenate([[True], ordered[1:] != ordered[:-1]])
@@ -60,12 +59,12 @@ def distinct(values: Int64) -> tuple[Int64, NDArray[np.intp]]:
 
 
 class Windows:
-    """The place in its lane of the sample at each lane offset. Not thread-safe.
+    """Maps the offsets of lanes to the places of samples. Not thread-safe.
 
-    `short` lanes come last and have one sample less than the `lanes - short` before them; those
-    have `length`. The first window of each lane is cut into `ramp` + 1 parts. With `balance`,
-    samples are packs; its second part returns the row in its block of each place of all lanes
-    together.
+    The last `short` lanes have one sample less than the `lanes - short` before them, which have
+    `length`. The first window of each lane is divided into `ramp` + 1 parts. With `balance`,
+    samples are packs; its second part is a function that returns, for each place of all lanes
+    together, the row in its block.
     """
 
     __slots__ = (
@@ -89,17 +88,17 @@ class Windows:
         self._window = window
         self._ramp = ramp
         self._lengths = divmod(sample_count, lanes)
-        # A lane that is one window stays one.
+        # A lane that consists of one window is not divided.
         self._shifted = lanes > 1 and window * lanes < sample_count
         dtype = np.dtype(np.uint16 if window <= 1 << 16 else np.uint32)
         fitting = WINDOW_CACHE_BYTES // (window * dtype.itemsize)
         self._capacity = max(1, min(_HELD_PER_LANE * lanes, fitting))
-        # It grows, since a rank opens the windows of its own lanes only.
+        # Grows on demand, since a rank opens the windows of its own lanes only.
         self._pool = np.empty((1, window), dtype)
         self._slots: OrderedDict[int, int] = OrderedDict()
 
     def bounds(self, lane: Int64, offset: Int64) -> tuple[Int64, Int64]:
-        """Where the window of each lane offset begins and ends.
+        """Return where the window of each lane offset begins and ends.
 
         Shapes:  lane, offset: int64[n].   result: int64[n], int64[n], the end excluded.
         """
@@ -123,7 +122,7 @@ class Windows:
         return max(start, 0), min(stop, shared + (lane < longer))
 
     def permuted(self, lane: Int64, offset: Int64) -> Int64:
-        """The place in its lane of the sample that is served at each lane offset.
+        """Return the place in its lane of the sample at each lane offset.
 
         Shapes:  lane, offset: int64[n].   result: int64[n].
         """
@@ -147,7 +146,7 @@ class Windows:
         return place
 
     def restored(self, lane: Int64, place: Int64) -> Int64:
-        """The lane offset at which the sample at each place of its lane is served.
+        """Return the lane offset of the sample at each place of its lane.
 
         Shapes:  lane, place: int64[n].   result: int64[n].
         """
@@ -192,8 +191,8 @@ class Windows:
         return result
 
     def _held(self, found: Int64) -> NDArray[np.intp]:
-        """Return the cache slots of these windows; missing windows are computed. `found` fits into
-        the cache.
+        """Return the cache slots of these windows, computing those that are missing. All of them
+        must fit into the cache.
         """
         slots = np.empty(len(found), np.intp)
         missing: list[int] = []
@@ -206,7 +205,7 @@ class Windows:
                 slots[each] = slot
         if missing:
             for each in missing:
-                # The windows of this call are the newest, and all of them fit, so none is dropped.
+                # The windows of this call are the newest, and all of them fit: none is dropped.
                 full = len(self._slots) == self._capacity
                 slot = self._slots.popitem(last=False)[1] if full else len(self._slots)
                 self._slots[int(found[each])] = slot
@@ -228,7 +227,7 @@ class Windows:
         return shared + (lane < longer)
 
     def _length_of(self, windows: Int64) -> Int64:
-        """How many samples each window has: the first and the last one of a lane may be short.
+        """Return how many samples each window has: the first and the last of a lane may be shorter.
 
         Shapes:  windows: int64[m], window * lanes + lane.   result: int64[m].
         """
@@ -237,8 +236,8 @@ class Windows:
         return stop - self._start(lane, number)
 
     def _shift(self, lane: Int64) -> Int64:
-        """How many samples the first window of each lane lacks: a share of W that differs between
-        lanes, evenly distributed for any consecutive lanes.
+        """Return how many samples the first window of each lane lacks: a share of W that differs
+        between lanes, and is evenly distributed over any consecutive lanes.
         """
         if not self._shifted:
             return np.zeros_like(lane)
@@ -246,7 +245,7 @@ class Windows:
         return (share.astype(np.int64) * self._window) >> 32
 
     def _number(self, lane: Int64, offset: Int64) -> Int64:
-        """The window of each lane offset, counted in its lane."""
+        """Return the index of each lane offset's window in its lane."""
         shift = self._shift(lane)
         number: Int64 = (offset + shift) // self._window
         if not self._ramp:
@@ -268,7 +267,7 @@ class Windows:
         return start
 
     def _stop(self, lane: Int64, number: Int64) -> Int64:
-        """Where a window ends if its lane is long enough."""
+        """Return where a window ends if its lane is long enough."""
         shift = self._shift(lane)
         stop: Int64 = (number - self._ramp + 1) * self._window - shift
         if self._ramp:

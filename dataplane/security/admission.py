@@ -1,19 +1,21 @@
-"""Who holds the connections of a door, and which of them make way for others. Pure: a door has the
-sockets and the clock.
+"""Decide which connections of a listening socket are closed to make room for others. Pure: the
+caller has the sockets and the clock.
 
-A door is a listening socket: a node's for trainers, a lender's for neighbours, a coordinator's for
-calls. A connection comes from a *source* that the kernel names, a process or a host. It is *silent*
-until it greets: says Hello, proves that it has a key, or makes a call that is allowed.
+The same rules apply to a node's listener for trainers, a lender's for other nodes, and a
+coordinator's for calls. A connection comes from a *source* that the kernel names: a process or a
+host. It is *silent* until it greets: says Hello, proves that it has a key, or makes a call that is
+allowed.
 
 Invariants:
 1. A source has at most `silent_of_source_max` silent connections, and all sources together have
-   `silent_max`: the oldest makes way for the newest. Who opens many harms only itself.
-2. If there are too many, silent connections make way: those of a source with more than its share
-   (`source_max`), then others that have been silent for `grace_s`, the oldest first.
-3. A connection that has greeted makes way only if no place is left, its source has more than its
-   share, and no silent connection can go.
+   `silent_max`: the oldest one is closed for the newest. So a source that opens many harms only
+   itself.
+2. If there are too many connections, silent ones are closed: those of a source with more than its
+   share (`source_max`), then others that have been silent for `grace_s`, the oldest first.
+3. A connection that has greeted is closed only if no place is left, its source has more than its
+   share, and no silent connection can be closed.
 4. A peer has at most `peer_max` connections that have greeted.
-5. An event costs the same, however many connections there are.
+5. The cost of an event does not depend on the number of connections.
 """
 
 from __future__ import annotations
@@ -28,17 +30,18 @@ from msgspec import Struct, field
 
 C = TypeVar("C")
 Source = int | str
-"""A process or a host; 0 or "" for one that the kernel does not name, which has no limit."""
+"""A process or a host; 0 or "" if the kernel does not name it, in which case no limit applies."""
 _AT_ONCE = 16
-"""The share of all places, as a divisor, that connections which have greeted leave at once."""
+"""If connections that have greeted must be closed, this part of all places (a divisor) is freed at
+once."""
 
 
 class AdmissionRules(Struct, frozen=True):
-    """The limits of one door. Times are in seconds."""
+    """The limits of one listener. Times are in seconds."""
 
     count_max: int
     spare: int = 0
-    """Places that silent connections leave free."""
+    """How many places must stay free of silent connections."""
     source_max: int = sys.maxsize
     silent_of_source_max: int = sys.maxsize
     silent_max: int = sys.maxsize
@@ -49,7 +52,7 @@ class AdmissionRules(Struct, frozen=True):
 
 
 class Reason(enum.Enum):
-    """The limit for which a connection makes way."""
+    """The limit because of which a connection is closed."""
 
     SILENT_OF_SOURCE = enum.auto()
     SILENT = enum.auto()
@@ -69,7 +72,7 @@ class _OfSource(Struct, eq=False):
 
 
 class _Held(Struct):
-    """One connection: its source, its arrival, and its peer once it has greeted."""
+    """One connection: its source, when it was accepted, and its peer once it has greeted."""
 
     source: Source
     since: float
@@ -77,7 +80,7 @@ class _Held(Struct):
 
 
 class Admission(Generic[C]):
-    """The connections of one door. Closing them is left to the caller."""
+    """The connections of one listener. The caller closes them."""
 
     def __init__(self, rules: AdmissionRules) -> None:
         self.rules = rules
@@ -86,26 +89,26 @@ class Admission(Generic[C]):
         self._sources: dict[Source, _OfSource] = {}
         self._peers: Counter[Source] = Counter()
         self._over: set[Source] = set()
-        """The sources beyond one of their limits."""
+        """The sources that exceed one of their limits."""
 
     def __len__(self) -> int:
         return len(self._all)
 
     def source_of(self, connection: C) -> Source:
-        """Return the source of a connection; 0 if it is not here."""
+        """Return the source of a connection; 0 if the connection is unknown."""
         held = self._all.get(connection)
         return 0 if held is None else held.source
 
     def has_enough_silent(self, source: Source) -> bool:
-        """Return whether another connection of this source would make an older one go: a door may
-        refuse it instead, if that costs less.
+        """Return whether another connection of this source would close an older one. The caller may
+        refuse the new one instead, if that costs less.
         """
         of_source = self._sources.get(source) if source else None
         most = self.rules.silent_of_source_max
         return of_source is not None and len(of_source.silent) >= most
 
     def came(self, connection: C, source: Source, now: float) -> None:
-        """Add an accepted connection. Call `makes_way` then."""
+        """Add an accepted connection; then call `makes_way`."""
         self._all[connection] = _Held(source, now)
         self._silent[connection] = None
         self._sources.setdefault(source, _OfSource()).silent[connection] = None
@@ -127,7 +130,7 @@ class Admission(Generic[C]):
         return True
 
     def left(self, connection: C) -> None:
-        """Remove a connection; nothing if it is not here."""
+        """Remove a connection, if it is known."""
         held = self._all.pop(connection, None)
         if held is None:
             return
@@ -183,7 +186,7 @@ class Admission(Generic[C]):
         return [*itertools.islice(self._sources[source].silent, _positive(count))]
 
     def _weigh(self, source: Source) -> None:
-        """Note whether a source is within its limits."""
+        """Record whether a source is within its limits."""
         of_source = self._sources.get(source)
         if source and of_source is not None and (
             len(of_source.silent) > self.rules.silent_of_source_max

@@ -1,5 +1,5 @@
-"""Every call that a coordinator answers, and who may make it. A call that is missing here is
-refused.
+"""Every call that a coordinator answers, and the roles that may make it. A call that is not in this
+table is refused, so that a new call cannot be forgotten.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ READERS = frozenset({Role.TRAINER, Role.ADMIN})
 ADMIN_ONLY = frozenset({Role.ADMIN})
 EVERYONE = frozenset(Role)
 ANYBODY: frozenset[Role] = frozenset()
-"""No token is asked for."""
+"""No token is required."""
 
 _COORDINATOR, _HEALTH = "/dataplane.rpc.v1.Coordinator", "/grpc.health.v1.Health"
 
@@ -36,7 +36,7 @@ CALLS: Mapping[str, frozenset[Role]] = {
     f"{_COORDINATOR}/Status": READERS,
     f"{_COORDINATOR}/Ledger": READERS,
     f"{_COORDINATOR}/Change": ADMIN_ONLY,
-    # Probes of Kubernetes cannot send a token, and learn only whether the service is ready.
+    # Kubernetes' probes cannot send a token, and learn only whether the service is ready.
     f"{_HEALTH}/Check": ANYBODY,
     f"{_HEALTH}/Watch": EVERYONE,
 }
@@ -47,9 +47,8 @@ class WrongTokenError(Exception):
 
 
 class Caller(Struct, frozen=True):
-    """The caller of a call according to its token: its roles, its only job ("" for all), the
-    prefixes of its datasets (None for all), and its name (None for the shared token, which has
-    none).
+    """The caller of a call, according to its token: its roles, its only job ("" for all), the
+    prefixes of its datasets (None for all), and its name (None for the shared token).
     """
 
     roles: frozenset[Role]
@@ -59,4 +58,4 @@ class Caller(Struct, frozen=True):
 
 
 HOLDER_OF_SHARED = Caller(EVERYONE)
-"""Whoever has the shared token may make every call."""
+"""A caller with the shared token, who may make every call."""

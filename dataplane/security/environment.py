@@ -1,8 +1,8 @@
-"""Keep the secrets in a process's environment from processes that do not need them.
+"""Hide the secrets in a process's environment from processes that do not need them.
 
-Workers parse untrusted bytes and call users' functions. So workers, and the processes that fork
-them, have no token of the service, no keys of stores, and no other variable whose name says that it
-is a secret. Fetchers, which read stores, get the node's variables over their socket.
+Workers parse untrusted bytes and call users' functions. Therefore workers, and the processes that
+fork them, have no token of the service, no keys of stores, and no other variable whose name
+suggests a secret. Fetchers, which read stores, get the node's variables over their socket.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _WORDS = re.compile(
     r"CREDENTIALS?|SAS|CONNECTION_STRING)(?:_|$)",
     re.IGNORECASE,
 )
-_LOGIN = re.compile(r"://[^/@\s]*:[^/@\s]+@")  # as proxies and databases have it in their url
+_LOGIN = re.compile(r"://[^/@\s]*:[^/@\s]+@")  # in urls of proxies and databases, for example
 _FILLING = ord("*")
 _ENV_START, _ENV_END = 50 - 3, 51 - 3
-"""Fields 50 and 51 of /proc/self/stat in proc(5), among those after the name, the second."""
+"""The second of the fields after the name in /proc/self/stat: fields 50 and 51 in proc(5)."""
 
 
 def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
@@ -45,7 +45,7 @@ def hide_secrets() -> None:
     """
     for name, value in list(os.environ.items()):
         if _is_secret(name, value):
-            os.environ[name] = value  # the C library copies it to another place
+            os.environ[name] = value  # the C library stores it in other memory
     _overwrite_initial()
 
 
@@ -55,13 +55,13 @@ def _is_secret(name: str, value: str) -> bool:
 
 
 def _overwrite_initial() -> None:
-    """Overwrite the secrets among the variables with which the kernel started this program: they
-    stay in place, and in /proc/self/environ, whatever the process changes later. Zeros cannot be
-    used: some readers of /proc take an empty variable for the end of all variables.
+    """Overwrite the secrets among the variables with which the kernel started this program. That
+    memory is what /proc/self/environ shows, whatever the process changes later. Zeros cannot be
+    used, since some readers of /proc take an empty variable for the end of all variables.
     """
     fields = Path("/proc/self/stat").read_text("latin-1").rpartition(")")[2].split()
     start, end = int(fields[_ENV_START]), int(fields[_ENV_END])
-    if not 0 < start < end:  # the kernel does not say
+    if not 0 < start < end:  # the kernel does not report the place
         return
     at = start
     for entry in ctypes.string_at(start, end - start).split(b"\0"):

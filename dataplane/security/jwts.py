@@ -1,8 +1,8 @@
-"""Tokens that name their holder: JSON Web Tokens, with a role, an end, and limits.
+"""JSON Web Tokens: tokens that name their holder, roles, an expiry and limits.
 
 The algorithms are fixed: HS256 with a shared token as the secret, and RS256 or ES256 with the
 public key of `jwt_key`, according to the kind of that key. A token names the audience "dataplane",
-ends within a day, and has the roles of its holder; it may name one job, and prefixes of urls.
+expires within a day, and has the roles of its holder; it may name one job, and prefixes of urls.
 
 Source: RFC 7519; RFC 8725, 3.1 and 3.2, about algorithms.
 """
@@ -38,7 +38,7 @@ _PREFIXES_MAX = 64
 _ALGORITHMS = ("HS256", "RS256", "ES256")
 _YEAR_9999 = 253402300799.0
 
-# By the names of PyJWT's errors, since it is imported late.
+# By the names of PyJWT's errors, since PyJWT is imported late.
 _WHY: Mapping[str, str] = {
     "ExpiredSignatureError": "the token has expired",
     "ImmatureSignatureError": "the token is not valid yet",
@@ -50,7 +50,7 @@ _Key = tuple[str, Any]
 
 
 class Jwts:
-    """Checks tokens. Valid tokens are remembered until they end, or a key changes."""
+    """Checks tokens. Valid tokens are cached until they expire, or a key changes."""
 
     def __init__(
         self, tokens: TokenSource, key_file: str = "", clock: Callable[[], float] = time.time
@@ -96,8 +96,8 @@ def is_jwt(token: str) -> bool:
 
 
 def outline(token: str, now: float) -> tuple[str, str]:
-    """Return a description of a JWT, and why a coordinator would refuse it now even with a valid
-    signature; "" where unknown. Meant for its holder, and needs neither key nor PyJWT.
+    """Return a description of a JWT, and why a coordinator would refuse it now, apart from its
+    signature; "" if there is no such reason. For the token's holder: needs neither key nor PyJWT.
     """
     if not is_jwt(token):
         return "", ""
@@ -164,7 +164,7 @@ def _verified(token: str, secrets: tuple[str, ...], public: _Key | None) -> Mapp
 
 
 def _caller(claims: Mapping[str, Any], now: float) -> tuple[Caller, float]:
-    """Return the caller that the claims describe, and when the token ends."""
+    """Return the caller that the claims describe, and when the token expires."""
     ends = float(claims["exp"])
     if ends > now + LIFE_S_MAX + _LEEWAY_S:
         raise WrongTokenError("the token ends in more than 24 hours: make shorter ones")

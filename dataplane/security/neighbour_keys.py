@@ -2,8 +2,8 @@
 
 A key is derived from a secret of the coordinator, the job and its generation. So no key is stored,
 and nodes of an older generation, or of another job, do not have it. The secret is in a file of the
-state directory, which the first coordinator there creates. It is read once, at the start: to
-replace it, remove the file and start the coordinator again.
+state directory, which the first coordinator there creates. The file is read once, at the start: to
+replace the secret, remove the file and restart the coordinator.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _KEY, _SALT = b"dataplane key", b"dataplane salt"
 
 
 class NeighbourKeys:
-    """Derives the keys. No text of this object shows its secret."""
+    """Derives the keys. Its repr does not show the secret."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
@@ -33,7 +33,7 @@ class NeighbourKeys:
         return "NeighbourKeys()"
 
     def key(self, job_id: str, generation: int, only_under: tuple[str, ...] = ()) -> bytes:
-        """Return 32 bytes for the nodes of one generation of a job, which lend what is under these
+        """Return 32 bytes for the nodes of one generation of a job, which lend blocks under these
         urls; () for all.
         """
         urls = (url.encode() for url in only_under)
@@ -45,7 +45,7 @@ class NeighbourKeys:
         return self._made(_SALT)
 
     def _made(self, *parts: bytes) -> bytes:
-        # Lengths first, so that no two lists of parts are the same bytes.
+        # With lengths, so that different lists of parts are never the same bytes.
         message = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
         return hmac.digest(self._secret, message, hashlib.sha256)
 
@@ -53,7 +53,8 @@ class NeighbourKeys:
 def keys_in(path: Path) -> NeighbourKeys:
     """Return the keys of the secret in this file, which is created if it does not exist.
 
-    Raises:  ConfigError: it cannot be created or read, others can read it, or it is no such file.
+    Raises:  ConfigError: the file cannot be created or read, others can read it, or it is not a
+    secret.
     """
     private_file.make(path, f"{secrets.token_hex(_SECRET_BYTES)}\n", "the secret")
     private_file.check(path)

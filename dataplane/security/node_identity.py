@@ -1,9 +1,9 @@
 """The id of a node, which only that node can use.
 
 A node makes a secret when it starts, and its id ends with a hash of the secret. It sends the secret
-with each call that names the id, so a coordinator recognizes the node without stored state: at its
-first call, and after a restart of either. A process with another node's token, or the shared one,
-cannot speak for that node.
+with each call that names the id. So a coordinator recognizes the node without stored state, at its
+first call, and after a restart of either. A process with another node's token, or with the shared
+token, cannot act as that node.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from msgspec import Struct
 
 SECRET_BYTES = 32
 _HASH_BYTES = 10
-"""80 bits: 16 letters and digits of an id that people read in logs and tables."""
+"""80 bits, which are 16 characters of an id that people read in logs and tables."""
 _SALT = b"dataplane node id\0"
 
 
 class NodeIdentity(Struct, frozen=True):
-    """A node's id and its secret. No text of this object shows the secret."""
+    """A node's id and its secret. Its repr does not show the secret."""
 
     node_id: str
     secret: bytes
@@ -43,7 +43,7 @@ def identity_of(name: str, secret: bytes) -> NodeIdentity:
 
 
 def is_of(node_id: str, secret: bytes) -> bool:
-    """Whether the id was made from this secret."""
+    """Return whether the id was made from this secret."""
     shown = node_id.rpartition("-")[2].encode()
     return len(secret) == SECRET_BYTES and hmac.compare_digest(shown, _hashed(secret).encode())
 

@@ -78,12 +78,12 @@ _Seen = tuple[tuple[int, int, int] | None, ...]
 
 
 class Watched(Generic[T]):
-    """The value that `read` makes of these files. They are checked with a stat each, once a second
-    at most; at every call as long as `read` has failed.
+    """The value that `read` makes of these files. The files are checked by a stat at most once a
+    second; if `read` has failed, at every call.
 
-    While a file is replaced, it may be missing, half written, or not fit the others. Then the last
-    value stays in use, the log says so, and the next check tries again. May be used from any
-    thread.
+    While a file is being replaced, it may be missing, incomplete, or not fit the other files. Then
+    the last value stays in use, a line is logged, and the next check tries again. May be used from
+    any thread.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Watched(Generic[T]):
 
 
 def content(path: str, bytes_max: int) -> bytes:
-    """The whole file.
+    """Return the whole file.
 
     Raises:  ConfigError: it cannot be read, or is larger.
     """
@@ -154,8 +154,8 @@ def content(path: str, bytes_max: int) -> bytes:
             found = file.read(bytes_max + 1)
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be read: {error.strerror}. Nothing else is used in its place: correct "
-            "the setting, or the file",
+            f"{path} cannot be read: {error.strerror}. There is no fallback: correct the setting, "
+            "or the file",
             file=path,
         ) from error
     if len(found) > bytes_max:

@@ -1,7 +1,7 @@
-"""The credentials that a process shows to others, and requires from them, over TCP.
+"""The credentials that a process presents to others over TCP, and requires from them.
 
-One value, made once, and handed to every listener and channel. Nothing is required on a Unix
-socket: its file has mode 0600, so that only processes of the same user (and root) can connect.
+There is one value, made once and handed to every listener and channel. Nothing is required on a
+Unix socket: its file has mode 0600, so that only processes of the same user (and root) can connect.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataplane.security.tokens import TokenSource
 
 AUTHORIZATION = "authorization"
 NODE_PROOF = "dataplane-node-bin"
-"""With this header a node shows that its id is its own (node_identity.py)."""
+"""The header by which a node proves that its id is its own (node_identity.py)."""
 _BEARER = "Bearer "
 _HOW = (
     f"set {tokens.VARIABLE}, or --token-file to a file that has it. The coordinator's own is in "
@@ -29,9 +29,9 @@ _HOW = (
 
 
 class Security(Struct, frozen=True):
-    """The token; the certificates; the URIs of peers with certificates ("spiffe://cluster/ns/*"
-    matches all that start so; () for all); whether plain text may cross the network; and the
-    prefixes of the urls that jobs may read (() for all).
+    """The token; the certificates; the URIs that peers' certificates may have
+    ("spiffe://cluster/ns/*" matches all that begin so; () for all); whether plain text may cross
+    the network; and the prefixes of the urls that jobs may read (() for all).
     """
 
     tokens: TokenSource | None = None
@@ -65,11 +65,11 @@ class Security(Struct, frozen=True):
         return self.jwts.caller(token)
 
     def knows(self, uris: Sequence[str]) -> bool:
-        """Whether a certificate with these URIs is one of `peers`."""
+        """Return whether one of these URIs of a certificate is permitted by `peers`."""
         return is_any_of(uris, self.peers)
 
     def advice(self) -> str:
-        """The advice for a caller whose token was refused."""
+        """Return the advice for a caller whose token was refused."""
         if self.tokens is None or not self.tokens.first():
             return f"This process has no token: {_HOW}"
         return f"This process sent the token of {self.tokens.told}: if it is another's, {_HOW}"
@@ -86,31 +86,31 @@ class Security(Struct, frozen=True):
         """
         if self.tokens is None:
             raise ConfigError(
-                f"{address} can be reached by other users, and there is no token to ask them for: "
-                f"set {tokens.VARIABLE} or --token-file, or listen on unix:/path",
+                f"{address} can be reached by other users, but there is no token to require from "
+                f"them: set {tokens.VARIABLE} or --token-file, or listen on unix:/path",
                 address=address,
             )
         if self.tls is not None and not self.tls.files.cert:
             raise ConfigError(
-                "tls_ca is set, but what listens needs a certificate of its own: give --tls-cert "
-                "and --tls-key, too",
+                "tls_ca is set, but a listener needs a certificate of its own: give --tls-cert and "
+                "--tls-key, too",
                 key="tls_cert",
             )
         if self.peers and (self.tls is None or not self.tls.files.ca):
             raise ConfigError(
-                "tls_peers is set, but without --tls-ca no client shows a certificate",
+                "tls_peers is set, but without --tls-ca clients present no certificates: give it",
                 key="tls_ca",
             )
         if not is_loopback and self.tls is None and not self.insecure:
             raise ConfigError(
                 f"{address} is open to the network, and tokens would cross it in plain text: "
                 "give --tls-cert and --tls-key, listen on 127.0.0.1 or unix:/path, or pass "
-                "--insecure on a network where nobody else can read along",
+                "--insecure on a network that nobody else can read",
                 address=address,
             )
 
     def check_peer_tls(self) -> None:
-        """Check that connections between nodes can be encrypted: both sides show certificates.
+        """Check that connections between nodes can be encrypted: both sides need certificates.
 
         Raises:  ConfigError: a file is missing.
         """
@@ -118,8 +118,8 @@ class Security(Struct, frozen=True):
         missing = [f"tls_{name}" for name in ("cert", "key", "ca") if not getattr(files, name)]
         if missing:
             raise ConfigError(
-                f"peer_tls is set without {', '.join(missing)}: nodes show each other "
-                "certificates, so give --tls-cert, --tls-key and --tls-ca, or leave peer_tls out",
+                f"peer_tls is set without {', '.join(missing)}: nodes present certificates to each "
+                "other, so give --tls-cert, --tls-key and --tls-ca, or leave peer_tls out",
                 key=missing[0],
             )
 
@@ -132,7 +132,7 @@ class Security(Struct, frozen=True):
             raise ConfigError(
                 f"{address} is beyond this host, and the token would cross the network in plain "
                 "text: give --tls-ca the CA of the coordinator, or pass --insecure "
-                "(DATAPLANE_INSECURE=true) on a network where nobody else can read along",
+                "(DATAPLANE_INSECURE=true) on a network that nobody else can read",
                 address=address,
             )
 
@@ -140,8 +140,8 @@ class Security(Struct, frozen=True):
 def security_of(
     settings: Mapping[str, object], environ: Mapping[str, str] = os.environ, *, listens: bool
 ) -> Security:
-    """Make the value from the settings and the environment. `listens`: on TCP, so that a token is
-    created if there is none.
+    """Make the credentials from the settings and the environment. With `listens` (on TCP), a token
+    is created if there is none.
 
     Raises:  ConfigError: the token or a certificate cannot be read.
     """

@@ -1,11 +1,12 @@
 """Certificates from PEM files, read again when they change.
 
-cert-manager and SPIRE replace these files hours before the old certificates end. A server uses the
-new ones for the next connection, a client opens a new channel with its next call, and connections
-that are open stay.
+cert-manager and SPIRE replace these files hours before the old certificates expire. A server uses
+the new ones for the next connection, a client opens a new channel with its next call, and open
+connections stay. gRPC asks a server for its certificate at each handshake, but cannot replace a
+client's.
 
-The three files are read together and checked together. While they do not fit each other, because
-they are being replaced one by one, those read last stay in use.
+The three files are read and checked together. While they do not fit each other, because they are
+being replaced one by one, the certificates read last stay in use.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from dataplane.security.private_file import Watched, content
 
 # -- validity ----------------------------------------------------------------------------------
 #
-# Read when a certificate is valid from its DER (RFC 5280, 4.1): Python's ssl module reports this
+# Read from a certificate's DER when it is valid (RFC 5280, 4.1). Python's ssl module reports that
 # only for CAs' certificates, and a node installs no other library for it.
 
 _SEQUENCE, _VERSION, _UTC_TIME = 0x30, 0xA0, 0x17
@@ -34,7 +35,7 @@ _SEQUENCES_BEFORE = 2  # the signature's algorithm, and the issuer
 
 def why_not_valid(pem: bytes, now: dt.datetime) -> str:
     """Return why the first of these certificates is not valid now, such as "it ended at 2026-10-25
-    17:35 UTC"; "" if it is valid, or if its times cannot be read.
+    17:35 UTC"; "" if it is valid, or if its times cannot be parsed.
     """
     try:
         begins, ends = _validity(pem)
@@ -48,7 +49,7 @@ def why_not_valid(pem: bytes, now: dt.datetime) -> str:
 def _validity(pem: bytes) -> tuple[dt.datetime, dt.datetime]:
     """Return the first and the last moment at which a certificate is valid.
 
-    Raises:  ValueError, IndexError: it is no certificate in PEM.
+    Raises:  ValueError, IndexError: it is not a certificate in PEM.
     """
     text = pem.decode("ascii", "replace")
     first = text[text.index(ssl.PEM_HEADER) : text.index(ssl.PEM_FOOTER) + len(ssl.PEM_FOOTER)]
@@ -79,7 +80,7 @@ def _element(der: bytes) -> tuple[int, bytes, bytes]:
 
 def _time(tag: int, content: bytes) -> dt.datetime:
     text = content.decode("ascii")
-    if tag == _UTC_TIME:  # two digits of the year: from 1950 to 2049
+    if tag == _UTC_TIME:  # years have two digits, for 1950 to 2049
         text = ("20" if text < "5" else "19") + text
     return dt.datetime.strptime(text, "%Y%m%d%H%M%SZ").replace(tzinfo=dt.UTC)
 
@@ -97,7 +98,7 @@ class TlsFiles(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Pems:
-    """The content of the files; None where there is none."""
+    """The contents of the files; None for a file that is not set."""
 
     cert: bytes | None
     key: bytes | None
@@ -123,13 +124,13 @@ class Certificates:
         return f"Certificates({self.files})"
 
     def current(self) -> tuple[Pems, int]:
-        """The content of the files, at most a second late, and a number that grows when it
-        changes.
+        """Return the contents of the files, at most a second late, and a number that grows when
+        they change.
         """
         return self.watched.current()
 
     def complaint(self) -> str:
-        """Return what to do about this process's certificate if nobody trusts it now; else ""."""
+        """Return advice if this process's certificate is not valid now; otherwise ""."""
         own = self.current()[0].cert
         why = "" if own is None else why_not_valid(own, dt.datetime.now(dt.UTC))
         if not why:
@@ -141,8 +142,8 @@ class Certificates:
 
 
 def is_any_of(uris: Sequence[str], peers: Sequence[str]) -> bool:
-    """Whether one of these URIs matches one of `peers`: "spiffe://cluster/ns/*" matches all that
-    start so.
+    """Return whether one of these URIs matches one of `peers`: "spiffe://cluster/ns/*" matches all
+    that begin so.
     """
     return any(
         uri.startswith(peer[:-1]) if peer.endswith("/*") else uri == peer
@@ -175,8 +176,8 @@ def _read(files: TlsFiles) -> Pems:
 
 
 def load_cert_chain(context: ssl.SSLContext, pem: bytes) -> None:
-    """Load this key and certificate. The ssl module reads only files, and must get the bytes that
-    were checked.
+    """Load this key and certificate through a temporary file, since the ssl module reads only
+    files: it must get exactly the bytes that were checked.
 
     Raises:  ssl.SSLError, OSError, ValueError: they are invalid.
     """

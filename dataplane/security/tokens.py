@@ -1,12 +1,12 @@
-"""The token that processes of a service show each other over TCP: its sources and its file.
+"""The token that processes of a service present to each other over TCP: its sources and its file.
 
-The first of these that is set counts: the variable DATAPLANE_TOKEN, the setting `token_file`, and
+The first of these that is set is used: the variable DATAPLANE_TOKEN, the setting `token_file`, and
 the file `token` in the state directory, which the first coordinator there creates. A source that is
 set but cannot be used is an error, never a reason to try the next one.
 
-A file may have several lines: a server accepts each of them, a client sends the first. So a token
-can be replaced without an interruption: add the new one below the old one everywhere, swap them
-everywhere, remove the old one everywhere.
+A file may have several lines: a server accepts each of them, and a client sends the first. So a
+token can be replaced without an interruption: everywhere add the new one below the old one, then
+everywhere swap them, then everywhere remove the old one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FILE_BYTES_MAX = _TOKENS_MAX * (_LENGTH_MAX + 2)
 
 
 class TokenSource:
-    """Tokens from one source, which messages name `told`. A file is read again when it changes."""
+    """Tokens from one source, which messages call `told`. A file is read again when it changes."""
 
     def __init__(
         self,
@@ -41,8 +41,8 @@ class TokenSource:
         *,
         is_own: bool = False,
     ) -> None:
-        """Create the source. `is_own`: only this user can read it, so only this user's processes
-        have it.
+        """Create the source. `is_own` means that only this user can read it, so that only processes
+        of this user have the token.
         """
         self.told = told
         self.is_own = is_own
@@ -52,7 +52,7 @@ class TokenSource:
         return f"TokenSource({self.told})"
 
     def accepts(self, shown: str) -> bool:
-        """Whether this is one of the tokens; takes the same time for right and wrong ones."""
+        """Return whether this is one of the tokens, in constant time."""
         given = shown.encode()
         found = False
         for token in self.current()[0]:
@@ -60,11 +60,11 @@ class TokenSource:
         return found
 
     def first(self) -> str:
-        """The token to show to others; "" if there is none yet."""
+        """Return the token to present to others; "" if there is none yet."""
         return next(iter(self.current()[0]), "")
 
     def current(self) -> tuple[tuple[str, ...], int]:
-        """All tokens, and a number that grows when they change."""
+        """Return all tokens, and a number that grows when they change."""
         return self._tokens.current() if isinstance(self._tokens, Watched) else (self._tokens, 0)
 
     @property
@@ -81,9 +81,9 @@ def find(
     makes: bool,
     clock: Callable[[], float] = time.monotonic,
 ) -> TokenSource:
-    """Return the source of this process. `makes`: create the state directory's own token if it is
-    needed and does not exist. Otherwise there is none until a coordinator, which may start later,
-    creates it.
+    """Return the token source of this process. With `makes`, the state directory's own token is
+    created if it is needed and does not exist. Otherwise there is none until a coordinator, which
+    may start later, creates it.
 
     Raises:  ConfigError: the source cannot be read, or has no usable token.
     """

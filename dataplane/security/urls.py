@@ -12,10 +12,10 @@ _DOTS = re.compile(r"[/\\{},](?:\.|%2e){1,2}(?=\Z|[/\\{},])", re.IGNORECASE)
 
 
 def is_under(url: str, prefixes: Iterable[str]) -> bool:
-    """Whether everything that this url, or this pattern, can name lies under one of the prefixes.
+    """Return whether everything that this url or pattern can name lies under one of the prefixes.
 
     "s3://bucket/train" contains itself and "s3://bucket/train/a", but not "s3://bucket/train-2".
-    A url with a segment "..", which a server or library may resolve, lies nowhere.
+    A url with a segment "..", which a server or library may resolve, is never under a prefix.
     """
     if _DOTS.search(url.partition("?")[0].partition("#")[0] if _is_http(url) else url):
         return False
@@ -26,8 +26,8 @@ def is_under(url: str, prefixes: Iterable[str]) -> bool:
 
 def covers(url: str, prefixes: Iterable[str]) -> bool:
     """Check the url of a listed object like `is_under`. An object at a pinned commit of a
-    repository counts as the object on the branch; the code that gets the branch's name checks
-    whether the branch may be read.
+    repository counts as the object on the branch. (The code that resolves the branch checks whether
+    it may be read.)
     """
     prefixes = tuple(prefixes)
     if is_under(url, prefixes):
@@ -39,13 +39,13 @@ def covers(url: str, prefixes: Iterable[str]) -> bool:
 
 
 def are_under(urls: Collection[str], prefixes: Collection[str]) -> bool:
-    """Whether the urls are not empty, and all lie under the prefixes."""
+    """Return whether there are urls, and all of them are under the prefixes."""
     return bool(urls) and all(is_under(url, prefixes) for url in urls)
 
 
 def roots(urls: Iterable[str]) -> tuple[str, ...]:
     """Return prefixes of everything that these urls and patterns can name: the urls themselves, and
-    the folders in which wildcards begin. If the urls lie under some prefixes, so do their roots.
+    the folders in which wildcards begin. If the urls are under some prefixes, so are their roots.
     """
     found = set[str]()
     for url in urls:
@@ -56,7 +56,7 @@ def roots(urls: Iterable[str]) -> tuple[str, ...]:
 
 def literal(pattern: str) -> str:
     """Return the text before the first wildcard or brace, with which all matching urls begin. In an
-    http url, a question mark starts the query, and the host may have brackets.
+    http url, a question mark begins the query, and the host may contain brackets.
     """
     if _is_http(pattern):
         host = pattern.find("/", len("https://"))

@@ -1,1 +1,1 @@
-"""Convert Arrow columns to batch columns: one transform a file."""
+"""Convert Arrow columns to the columns of batches, and encoded images to pixels."""

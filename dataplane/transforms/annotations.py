@@ -1,5 +1,5 @@
-"""Facts about a dataset beyond its types, kept in the metadata of its schema, so that node and
-workers plan the same columns from one value.
+"""Facts about a dataset beyond its column types. They are stored in the metadata of its schema, so
+that node and workers plan the same columns from one value.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def marks_nulls(options: ColumnOptions) -> bool:
 
 
 def annotated(schema: pa.Schema, options: ColumnOptions, nulls: NullCounts | None) -> pa.Schema:
-    """The dataset's schema, annotated with the facts that a job with these options needs."""
+    """Return the dataset's schema with the facts that a job with these options needs."""
     if not marks_nulls(options) or nulls is None:
         return schema
     return _with(schema, _REQUIRED, np.packbits(nulls.counts == NEVER).tobytes())

@@ -36,7 +36,7 @@ def canonical(batch: pa.RecordBatch, plan: ColumnPlan, url: str) -> pa.RecordBat
     arrays, stored = [], pa.nulls(0)
     columns = zip(plan.specs, plan.schema, plan.leaves, plan.parts, strict=True)
     for spec, field, leaf, part in columns:
-        if part is LeafPart.IS_NULL:  # marks the previous column
+        if part is LeafPart.IS_NULL:  # the mark of the previous column's nulls
             arrays.append(stored.is_null().cast(pa.uint8()))
             continue
         stored = leaf_array(batch.column(leaf.top), leaf.path)
@@ -63,8 +63,8 @@ def _values(
 
 
 class _Nulls:
-    """The values that replace the nulls of one block, and the columns for which there is no such
-    value.
+    """The values that replace the nulls of one block. It also collects the columns that have nulls
+    but no such value.
     """
 
     def __init__(self, plan: ColumnPlan) -> None:
@@ -73,8 +73,8 @@ class _Nulls:
         self.found = NullsFound(plan)
 
     def filled(self, array: pa.Array, spec: ColumnSpec, *, of_rows: bool = False) -> pa.Array:
-        """Replace the nulls of a column of numbers. `of_rows`: the nulls are whole rows, not single
-        values within a row.
+        """Replace the nulls of a column of numbers. `of_rows` means that whole rows are null, and
+        not values within a row.
         """
         if array.null_count == 0:
             return array
@@ -90,10 +90,10 @@ class _Nulls:
         return NULL_CODE if fill is None else int(fill)
 
     def without_null_rows(self, values: pa.Array, spec: ColumnSpec, rows: pa.Array) -> pa.Array:
-        """Return the values of fixed-size lists; if nulls are marked, values of null rows are
+        """Return the values of fixed-size lists. If nulls are marked, the values of null rows are
         replaced.
 
-        Shapes:  values: [rows * values a row].
+        Shapes:  values: [rows * values per row].
         """
         fill = self._fills.value(spec, is_marked=True)
         if not self._is_marking or fill is None or not rows.null_count:
@@ -111,7 +111,7 @@ def _scalar(value: float, spec: ColumnSpec, kind: pa.DataType) -> pa.Scalar:
 
 
 def leaf_array(array: pa.Array, path: Sequence[int]) -> pa.Array:
-    """Return the leaf at a place below a top-level column; a null struct has null leaves."""
+    """Return the leaf at `path` below a top-level column; the leaves of a null struct are null."""
     for i in path:
         array = array.storage if isinstance(array, pa.ExtensionArray) else array
         child = array.field(i)
@@ -120,9 +120,9 @@ def leaf_array(array: pa.Array, path: Sequence[int]) -> pa.Array:
 
 
 def _within(child: pa.Array, null: pa.Array) -> pa.Array:
-    """Return a struct's child, null where the struct is null. Arrow's flatten() would lose these
-    nulls for run-end encodings and crash the process for unions, since neither type has a validity
-    buffer of its own.
+    """Return a struct's child, which is null wherever the struct is null. Arrow's flatten() would
+    lose these nulls for run-end encodings, and crash the process for unions, since neither type has
+    a validity buffer of its own.
     """
     if pa.types.is_union(child.type):
         rows = pa.array(np.arange(len(child)), mask=null.to_numpy(zero_copy_only=False))
@@ -139,7 +139,7 @@ def _typed(array: pa.Array, spec: ColumnSpec, target: pa.DataType, url: str) -> 
         return _retyped_list(array, spec, target, url)
     if spec.kind in {Kind.STRING, Kind.BYTES}:
         if pa.types.is_binary(target) and array.type.id not in _WIDE:
-            return array.cast(target)  # without a copy
+            return array.cast(target)  # does not copy
         if pa.types.is_string_view(array.type) or pa.types.is_string(array.type):
             array = array.cast(pa.large_string())
         return array.cast(pa.large_binary())
@@ -192,8 +192,8 @@ def _fixed_lists(
 def _retyped_list(array: pa.Array, spec: ColumnSpec, target: pa.DataType, url: str) -> pa.Array:
     is_cast = canonical_type(array.type).value_type != target.value_type
     if is_cast or array.type.id in LIST_VIEWS:
-        # Arrow's cast gives wrong offsets for null lists and for views out of order; and only
-        # values that are in the batch must fit into another type.
+        # Not cast as lists: Arrow's cast gives wrong offsets for null lists and for views in
+        # another order, and it would check values that belong to no row of the batch.
         values = converted(_number(array.flatten()), target.value_type, spec.name, url, width=0)
         ends = list_ends(array)
         if pa.types.is_list(target):
@@ -226,7 +226,7 @@ def _without_nulls(array: pa.Array, spec: ColumnSpec, nulls: _Nulls) -> pa.Array
 
 
 def _lists(offsets: pa.Array, values: pa.Array, mask: pa.Array | None = None) -> pa.Array:
-    """Make lists whose offset type fits these offsets."""
+    """Make lists, with the offset type of `offsets`."""
     is_short = pa.types.is_int32(offsets.type)
     kind = pa.ListArray if is_short else pa.LargeListArray
     return kind.from_arrays(offsets, values, mask=mask)

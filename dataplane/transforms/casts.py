@@ -1,5 +1,5 @@
-"""Convert columns of numbers to another type than the stored one: tokens of uint16 to int64, for
-example.
+"""Convert columns of numbers to another type than the stored one, such as tokens of uint16 to
+int64.
 
 A number stays the same, or becomes the nearest float. A value that the type cannot hold is refused:
 no value wraps around, and no finite number becomes infinite.
@@ -90,8 +90,8 @@ def _retyped(kind: pa.DataType, number: pa.DataType) -> pa.DataType:
 def converted(
     array: pa.Array, target: pa.DataType, column: str, url: str, *, width: int = 1, stack: str = ""
 ) -> pa.Array:
-    """Convert numbers of a column to another type; nulls stay. A row has `width` numbers; 0 means
-    any count. `stack` names the stack that the column joins.
+    """Convert the numbers of a column to another type; nulls stay null. A row has `width` numbers;
+    0 if that varies. `stack` names the stack that the column belongs to, for errors.
 
     Raises:  ConfigError: the type cannot hold a number; names column, number and shard.
     """

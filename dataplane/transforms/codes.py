@@ -26,7 +26,7 @@ _UNKNOWN = -2
 
 
 def coded_columns(options: ColumnOptions) -> Sequence[str]:
-    """The names of the columns delivered as codes."""
+    """Return the names of the columns delivered as codes."""
     return options.codes
 
 
@@ -70,7 +70,7 @@ def with_categories(schema: pa.Schema, categories: Mapping[str, pa.Array]) -> pa
 
 
 def categories_in(schema: pa.Schema) -> dict[str, pa.Array]:
-    """The categories that `with_categories` stored, by column."""
+    """Return the categories that `with_categories` stored, by column."""
     return categories_from_bytes((schema.metadata or {}).get(_KEY, b""))
 
 
@@ -80,7 +80,7 @@ def codes_of(
     """Return the code of each row, and `null_code` for null rows.
 
     Shapes:  result: int64[len(array)].
-    Raises:  CorruptShard: a value that was not in the dataset when its values were counted.
+    Raises:  CorruptShard: a value did not exist when the dataset's values were collected.
     """
     import pyarrow.compute as pc
 
@@ -104,7 +104,7 @@ def _coded(array: pa.Array, kind: pa.DataType, categories: pa.Array) -> pa.Array
     if isinstance(array, pa.ExtensionArray):
         return _coded(array.storage, kind, categories)
     if pa.types.is_dictionary(array.type):
-        # A dictionary may contain values that no row uses and that are not categories.
+        # Not every value of a dictionary is used by a row, so some are not categories.
         return _coded(array.dictionary, kind, categories).take(array.indices)
     values = plain_values(array, kind)
     found = pc.index_in(values, value_set=categories).cast(pa.int64())
@@ -118,7 +118,7 @@ def _coded(array: pa.Array, kind: pa.DataType, categories: pa.Array) -> pa.Array
 
 
 def plain_values(array: pa.Array, kind: pa.DataType) -> pa.Array:
-    """Convert values to the canonical type of their column; nulls stay."""
+    """Convert values to the canonical type of their column; nulls stay null."""
     array = decoded(array)
     if array.type == kind:
         return array
@@ -137,9 +137,7 @@ def stored_values(values: pa.Array) -> pa.Array:
 
 
 def shown_as(values: pa.Array, leaf: Leaf) -> pa.Array:
-    """Return categories as users see them: text as text, bools as bools, times as their
-    integers.
-    """
+    """Return categories as users see them: text as text, bools as bools, times as integers."""
     spec = spec_of(leaf, ListPolicy.RAGGED)
     if spec.kind is Kind.STRING:
         return values.cast(pa.large_string())

@@ -1,9 +1,9 @@
 """Map any Arrow schema to the columns of a batch, in the few forms that a slab has.
 
 `plan_columns` decides once, from the dataset's schema and the job's options, which leaf columns
-there are and what form each takes; `canonical.py` brings a decoded block into that form. Structs
-become leaves with dotted names ("image.bytes"); dictionaries, run-end encodings and views become
-their plain values; bools become bytes.
+there are and which form each of them has; `canonical.py` converts decoded blocks to that form.
+Structs become leaves with dotted names ("image.bytes"); dictionaries, run-end encodings and views
+become their plain values; bools become bytes.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ class ColumnPlan(Struct, frozen=True):
     """The mapping from a dataset's blocks to batch columns.
 
     `top_level` are the columns that a format must decode. `leaves`, `parts`, `specs` and `schema`
-    describe the columns, in batch order; `schema` has one canonical Arrow field for each.
-    `categories` are the sorted values of coded columns, as far as known: workers always know them.
+    describe the batch columns, in batch order; `schema` has one canonical Arrow field for each.
+    `categories` are the sorted values of coded columns: complete in workers, and in other processes
+    as far as they are known.
     """
 
     options: ColumnOptions
@@ -119,7 +120,7 @@ def plan_columns(
 
 
 def is_plain_schema(schema: pa.Schema, plan: ColumnPlan) -> bool:
-    """Whether a plan takes all columns of a schema unchanged, and all are numbers."""
+    """Return whether a plan takes all columns of a schema unchanged, and all are numbers."""
     return (
         schema.equals(plan.schema)
         and are_numbers(schema)
@@ -134,9 +135,7 @@ def is_null_name(column: str) -> str:
 
 
 def _marked(schema: pa.Schema, options: ColumnOptions, leaves: Sequence[Leaf]) -> set[str]:
-    """Return the leaves whose nulls are marked. If one leaf of a stack is marked, all of
-    them are.
-    """
+    """Return the leaves whose nulls are marked: if a leaf of a stack is, all of its leaves are."""
     required = required_nodes(schema)
     marked = {leaf.name for leaf in leaves if not required.issuperset(leaf.row_nodes)}
     for stack in stacks_of(options):
@@ -146,8 +145,9 @@ def _marked(schema: pa.Schema, options: ColumnOptions, leaves: Sequence[Leaf]) -
     for name in marked:
         if is_null_name(name) in names:
             raise ConfigError(
-                f'nulls="mask" would put the mask of column {name!r} in place of column '
-                f"{is_null_name(name)!r}: leave one of them out with columns=[…], or rename it",
+                f'nulls="mask" adds a column {is_null_name(name)!r} for the nulls of {name!r}, but'
+                " the dataset has a column of that name: leave one of them out with columns=[…], or"
+                " rename it",
                 field=name,
             )
     return marked

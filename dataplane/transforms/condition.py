@@ -1,10 +1,10 @@
-"""A condition on the rows of a dataset. Its columns are looked up and its types are checked once;
-then it is evaluated on blocks, and on the bounds that statistics state for a block's columns.
+"""A condition on the rows of a dataset, evaluated on blocks, and on the bounds that statistics
+state for the columns of a block. Columns are looked up and types are checked once.
 
-1. A comparison with null is neither true nor false, as in SQL, and only rows for which a condition
-   is true are kept.
+1. A comparison with null is neither true nor false, as in SQL; rows are kept only if the condition
+   is true.
 2. Numbers are compared exactly, whatever their types are.
-3. Statistics exclude only a result that no row of the block has.
+3. Statistics rule out a result only if no row of the block has it.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Outcomes(enum.Flag):
 
 
 class Condition(Struct, frozen=True):
-    """A condition on the rows of a dataset. `columns` are the top-level columns that it reads,
-    `fields` the names of columns, and of fields below them.
+    """A condition on the rows of a dataset. `columns` are the top-level columns that it reads;
+    `fields` are the names of these columns, and of fields below them.
     """
 
     test: Node
@@ -63,7 +63,9 @@ class Condition(Struct, frozen=True):
         test = typed.test(parse(where))
         columns = dict.fromkeys(field.top for field in typed.fields.values())
         if not columns:
-            raise ConfigError(f"where={where!r:.200}: it names no column", field="where")
+            raise ConfigError(
+                f"where={where!r:.200} uses no column: compare a column with a value", field="where"
+            )
         return cls(test, tuple(columns), tuple(typed.fields))
 
     def values(self, batch: pa.RecordBatch) -> pa.Array:
@@ -79,7 +81,7 @@ class Condition(Struct, frozen=True):
         return _outcomes(self.test, bounds)
 
     def known(self, outcome: Outcomes) -> frozenset[str]:
-        """Return the columns that cannot be null in a row with this result, TRUE or FALSE."""
+        """Return the columns that cannot be null in a row for which the result is `outcome`."""
         return _known(self.test, outcome)
 
 
@@ -91,7 +93,7 @@ def _values(node: Node, batch: pa.RecordBatch) -> Any:
         name, operands = node.operator, node.operands
         if name not in _JOIN:
             return _EVALUATE[name](*[_values(operand, batch) for operand in operands])
-        # One after the other: a condition may have thousands of parts.
+        # A loop instead of recursion: a condition may have thousands of parts.
         return functools.reduce(_JOIN[name], (_values(operand, batch) for operand in operands))
     if isinstance(node, Field):
         return _plain(decoded(leaf_array(batch.column(node.top), node.path)))
@@ -123,7 +125,7 @@ def _length(array: pa.Array) -> pa.Array:
 
 
 def _computed(sign: str, left: pa.Array, right: pa.Array, text: str) -> pa.Array:
-    """Compute with 64 bits: whole numbers of whole numbers, except for /."""
+    """Compute in 64 bits. Whole numbers give whole numbers, except with /."""
     is_whole = sign != "/" and all(map(pa.types.is_integer, (left.type, right.type)))
     try:
         target = pa.int64() if is_whole else pa.float64()
@@ -155,10 +157,10 @@ def _related(relation: str, left: pa.Array, right: pa.Array | pa.Scalar) -> pa.A
     try:
         if sum(map(pa.types.is_floating, types)) == 1:
             if any(map(pa.types.is_decimal, types)):
-                raise pa.ArrowInvalid("decimals are no floats")
+                raise pa.ArrowInvalid("decimals are not compared as floats")
             left, right = (values.cast(pa.float64()) for values in (left, right))
         return kernel(left, right)
-    except pa.ArrowInvalid:  # there is no type for both, or a whole number is no float
+    except pa.ArrowInvalid:  # no type holds both exactly
         pairs = zip(_python_values(left), _python_values(right), strict=True)
     with decimal.localcontext() as context:
         context.traps[decimal.InvalidOperation] = False  # so that NaN is neither less nor greater
@@ -170,8 +172,8 @@ def _related(relation: str, left: pa.Array, right: pa.Array | pa.Scalar) -> pa.A
 
 
 def _python_values(array: pa.Array) -> list[Any]:
-    """Convert values so that Python compares them with those of other types. Timestamps become
-    whole nanoseconds, since datetime has neither their digits nor their years.
+    """Convert values to Python objects that compare exactly with those of other types. Timestamps
+    become whole nanoseconds, since datetime lacks their precision and range.
     """
     if not pa.types.is_timestamp(array.type):
         return [*array.to_pylist()]
@@ -181,7 +183,7 @@ def _python_values(array: pa.Array) -> list[Any]:
 
 def _in(values: pa.Array, members: pa.Array) -> pa.Array:
     if pa.types.is_floating(members.type):
-        # As "==" compares them: 32-bit floats as they are stored, and -0.0 with 0.0.
+        # Compare as "==" does: float32 values exactly as stored, and -0.0 equal to 0.0.
         values, members = (pc.add(both.cast(pa.float64()), 0.0) for both in (values, members))
     is_member = pc.is_in(values, value_set=members.cast(values.type))
     return pc.if_else(pc.is_valid(values), is_member, pa.scalar(None, pa.bool_()))
@@ -193,7 +195,7 @@ def _like(values: pa.Array, pattern: str) -> pa.Array:
     """
     if "\\" not in pattern:
         return pc.match_like(values, pattern)
-    # The meaning of a backslash in Arrow depends on its place in the pattern, so use a regex.
+    # Arrow's own LIKE treats a backslash differently depending on its place: use a regex instead.
     parts = (
         {"%": ".*", "_": "."}.get(other) or re.escape(escaped or other)
         for escaped, other in _PATTERN_PARTS.findall(pattern)
@@ -249,7 +251,7 @@ def _outcomes(node: Node, bounds: Bounds) -> Outcomes:
 
 
 def _joined(word: str, parts: Sequence[Outcomes]) -> Outcomes:
-    if word == "or":  # "and" of the opposites
+    if word == "or":  # by De Morgan: not (not a and not b)
         return _OPPOSITE[_joined("and", [_OPPOSITE[part] for part in parts])]
     joined = Outcomes.NONE
     if any(Outcomes.FALSE in part for part in parts):
@@ -277,8 +279,9 @@ def _outcomes_within(column: ColumnBounds, relation: str, values: Sequence[objec
 
 
 def _outcomes_compared(column: ColumnBounds, relation: str, value: Any) -> tuple[bool, bool]:
-    """Return whether the comparison of values within these bounds may be true, and false. NaN is in
-    no bounds: it differs from every number, and all other comparisons with it are false.
+    """Return whether a comparison may be true, and whether it may be false, for values within these
+    bounds. Bounds do not cover NaN, which differs from every number; all other comparisons with it
+    are false.
     """
     lowest, highest, nan = column.lowest, column.highest, column.may_be_nan
     try:
@@ -292,7 +295,7 @@ def _outcomes_compared(column: ColumnBounds, relation: str, value: Any) -> tuple
             ">": (highest > value, nan or lowest <= value),
             ">=": (highest >= value, nan or lowest < value),
         }[relation]
-    except TypeError:  # a type of bounds that this value is not compared with
+    except TypeError:  # bounds of a type that does not compare with this value
         return True, True
 
 

@@ -1,8 +1,8 @@
 """The random numbers of image steps: pure, and the same on every machine.
 
 Every number comes from a key that depends only on the seed, the epoch, the sample, the column and
-the step: not on ranks, workers or batches. docs/images.md documents it. Each step's file (steps/)
-says how the step uses its numbers.
+the step: not on ranks, workers or batches. docs/images.md documents it. Each step's file in steps/
+documents how the step uses its numbers.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ DTYPES = (
 
 
 def dtype_name(given: object) -> str:
-    """Return the name that numpy and torch share; does not import torch."""
+    """Return the name that numpy and torch share for a type. Does not import torch."""
     if isinstance(given, str):
         return given.removeprefix("torch.")
     for name in ("name", "__name__"):  # of numpy's dtypes, and of its classes

@@ -12,7 +12,7 @@ from typing import Final
 from dataplane.model.errors import ConfigError
 
 GENERATOR: Final = "generator"
-"""The parameter of a function that takes random numbers."""
+"""The parameter by which a function gets its random numbers."""
 _NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 _NAME_MAX = 400
 _MOVE = (
@@ -24,7 +24,7 @@ _MOVE = (
 def function_name(given: object, argument: str) -> str:
     """Return the name of a function or class, as "package.module:function"; "" for None.
 
-    Raises:  ConfigError: a worker cannot find it by its name; says what to do.
+    Raises:  ConfigError: a worker could not import it by its name; says what to do.
     """
     if given is None:
         return ""
@@ -66,7 +66,7 @@ def _name_of(given: object, argument: str) -> str:
     if "." in path and not hasattr(given, "__self__"):
         raise _not_found(argument, f"{module}:{path}", "is part of a class")
     if getattr(sys.modules.get(module), path, None) is not given:
-        what = "is a method of an object" if hasattr(given, "__self__") else "is another object"
+        what = "is a method of an object" if hasattr(given, "__self__") else "names another object"
         raise _not_found(argument, f"{module}:{path}", what)
     return f"{module}:{path}"
 

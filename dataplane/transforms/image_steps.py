@@ -1,8 +1,9 @@
-"""The steps that turn the encoded images of a column into pixels, as a tuple, and what they compute
-together.
+"""The steps that turn the encoded images of a column into pixels, and what they compute together.
 
-An `ImageSpec` is the form in which steps are sent and saved; `steps_of` reads it. Each step has its
-own file in steps/; this module knows none of them by name.
+An `ImageSpec` is the form in which steps are sent and saved; `steps_of` converts it to a tuple of
+steps. All code that works on images uses the tuple. The steps' boxes, flips and views are combined,
+so that C decodes, resizes and writes each pixel once; only steps that change pixels run after that,
+one by one. Each step has its own file in steps/; this module knows none of them by name.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class ImageSteps(Struct, frozen=True):
         return found
 
     def changes(self, count: int, draw: Draw) -> tuple[PixelChange, ...]:
-        """The changes to the pixels of `count` images, in this order."""
+        """Return the changes to the pixels of `count` images, in the order in which they run."""
         return tuple(
             PixelChange(kind, step, np.array(numbers_of(step)), _drawn(kind, draw, count))
             for step in self.steps
@@ -75,7 +76,7 @@ class ImageSteps(Struct, frozen=True):
         )
 
     def view(self) -> PixelView:
-        """Size, dtype and layout of the results."""
+        """Return the size, dtype and layout of the results."""
         found = PixelView(*self.size, "HWC", "uint8", None, None)
         for step in self.steps:
             kind = kind_of(step)
@@ -100,12 +101,12 @@ def _drawn(kind: StepKind[AnyStep], draw: Draw, count: int) -> Floats:
 
 
 def kind_of(step: AnyStep) -> StepKind[AnyStep]:
-    """Return the declarations in the file of this step."""
+    """Return the declarations in this step's file."""
     return kinds()[type(step)]
 
 
 def kinds() -> dict[type, StepKind[AnyStep]]:
-    """All steps by their type."""
+    """Return all steps by their type."""
     return {kind.step: kind for kind in registry.STEPS}
 
 
@@ -135,8 +136,8 @@ def may_follow(step: type, before: Sequence[type]) -> bool:
 
 
 def saved(column: str, steps: Sequence[AnyStep]) -> ImageSpec:
-    """Return the spec for these steps: equal for all lists with the same meaning. Height and width
-    are 0 if no step fixes them.
+    """Return the spec for these steps; lists with the same meaning give equal specs. Height and
+    width are 0 if no step fixes them.
     """
     image = ImageSpec(column, 0, 0, Cut.WHOLE)
     for step in in_order(_with_implied(steps)):

@@ -33,9 +33,9 @@ _MASK = re.compile(
     r"(?i)(^|[._-])(masks?|segs?|segmentations?|labels?|annotations?|instances?|panoptic|depth)"
     r"($|[._-])"
 )
-# In a tar, a PNG beside a JPEG is mostly its mask.
+# In a tar, a PNG beside a JPEG is usually a mask of it.
 _PHOTOGRAPH, _PNG = re.compile(r"(^|\.)jpe?g$"), re.compile(r"(^|\.)png$")
-# Transforms of torchvision that have another name here.
+# Transforms of torchvision that have another name in Dataplane.
 _INSTEAD: Final[Mapping[str, str]] = {
     "Compose": "a list of the transforms",
     "ToTensor": 'ToDtype("float32") and ToLayout("CHW")',
@@ -53,8 +53,8 @@ def image_specs(
     """Convert lists of steps to specs, by column. `decode` is "exact", "fast" or None, for all
     columns; `bad_images` is "raise" or "replace".
 
-    Raises:  ConfigError: steps that are invalid or in an invalid order; names column and step. A
-    `decode` or `bad_images` that is unknown, or given without transforms.
+    Raises:  ConfigError: steps are invalid or in an invalid order (names column and step), or
+    `decode` or `bad_images` is unknown, or given without transforms.
     """
     decoding, replaces = _decoding(decode), _replaces(bad_images, transforms)
     if decode is not None and not transforms:
@@ -77,15 +77,15 @@ def image_specs(
 def _replaces(given: object, transforms: object) -> bool:
     if not isinstance(given, str) or given not in {RAISE, REPLACE}:
         raise ConfigError(
-            f'bad_images={given!r:.80}: choose "{RAISE}", which ends the run with an error at an '
-            f'image that cannot be decoded, or "{REPLACE}", which delivers another row of the same '
+            f'bad_images={given!r:.80}: choose "{RAISE}", which ends the run with an error if an '
+            f'image cannot be decoded, or "{REPLACE}", which delivers another row of the same '
             "block in its place, the same on all ranks",
             field="bad_images",
         )
     if given == REPLACE and not transforms:
         raise ConfigError(
-            f'bad_images="{REPLACE}" without transforms: without any, no image is decoded; leave '
-            "it out, or pass transforms",
+            f'bad_images="{REPLACE}" without transforms: no image is decoded then; leave it out, '
+            "or pass transforms",
             field="bad_images",
         )
     return given == REPLACE
@@ -103,15 +103,15 @@ def _decoding(given: object) -> Decoding:
 
 
 def _with_decoding(spec: ImageSpec, decoding: Decoding) -> ImageSpec:
-    """Return the spec with this decoding; unchanged if it means the same, so that digests are
-    equal.
+    """Return the spec with this decoding. It is unchanged if the decoding has no effect, so that
+    the digest stays the same.
     """
     asked = replace(spec, decode=decoding)
     return spec if steps_of(asked).may_reduce == steps_of(spec).may_reduce else asked
 
 
 def image_spec(column: str, steps: Sequence[Transform]) -> ImageSpec:
-    """The spec of one column's list.   Raises:  ConfigError: as `image_specs`."""
+    """Convert one column's list to a spec.   Raises:  ConfigError: as `image_specs`."""
     if not isinstance(steps, Sequence) or isinstance(steps, str):
         where = f"transforms of column {column!r}"
         raise ConfigError(
@@ -142,7 +142,7 @@ def image_spec(column: str, steps: Sequence[Transform]) -> ImageSpec:
 
 
 def _allowed() -> str:
-    """The allowed orders of steps, as text for an error."""
+    """Describe the allowed orders of steps, for an error."""
     groups: dict[StepGroup, list[str]] = {group: [] for group in StepGroup}
     for kind in registry.STEPS:
         groups[kind.group].append(kind.name)
@@ -164,7 +164,7 @@ def _joined(names: Sequence[str], last: str) -> str:
 
 
 def _instead(step: object) -> str:
-    """Advice for a transform of torchvision, which runs in the trainer; "" for anything else."""
+    """Return advice about a transform of torchvision, which only trainers can run; else ""."""
     name = type(step).__name__
     if not type(step).__module__.startswith("torchvision."):
         return ""
@@ -205,14 +205,14 @@ def delivered(specs: Sequence[ColumnSpec], images: Sequence[ImageSpec]) -> tuple
         found = by_name.get(image.column)
         if found is None:
             raise ConfigError(
-                f"transforms name {image.column!r}, which is no column of the batches"
+                f"transforms name {image.column!r}, which is not a column of the batches"
                 f"{_meant(image.column, specs)}; they have: {', '.join(sorted(by_name))}",
                 field="transforms",
             )
         if found.kind is not Kind.BYTES:
             raise ConfigError(
-                f"transforms: column {image.column!r} holds no encoded images: it is {_said(found)}"
-                ", and not bytes",
+                f"transforms: column {image.column!r} does not hold encoded images: it is "
+                f"{_said(found)}, not bytes",
                 field="transforms",
             )
         size = (image.height, image.width)
@@ -222,8 +222,8 @@ def delivered(specs: Sequence[ColumnSpec], images: Sequence[ImageSpec]) -> tuple
 
 
 def masks_advice(images: Sequence[ImageSpec]) -> str:
-    """Warn of transforms that are wrong for masks; "" if all columns seem to be photographs, as far
-    as their names and steps say.
+    """Return a warning if transforms are wrong for masks; "" if names and steps suggest that all
+    columns are photographs.
     """
     moved = [image.column for image in images if image.cut is Cut.RANDOM or 0 < image.flip < 1]
     way = (
@@ -251,8 +251,8 @@ def masks_advice(images: Sequence[ImageSpec]) -> str:
 
 
 def _meant(column: str, specs: Sequence[ColumnSpec]) -> str:
-    """Guess the column that was meant: bytes within a struct of that name (Hugging Face's image has
-    `bytes` and `path`), a similar name, or the only column of bytes.
+    """Guess which column the user meant: bytes within a struct of that name (Hugging Face's image
+    has `bytes` and `path`), a similar name, or the only column of bytes.
     """
     encoded = [spec.name for spec in specs if spec.kind is Kind.BYTES]
     within = [name for name in encoded if name.startswith(f"{column}.")]

@@ -18,12 +18,11 @@ from dataplane.transforms.plain import is_any_list, object_type
 
 
 class Leaf(Struct, frozen=True):
-    """`top` is the top-level column that contains the leaf, `path` the index of the field in each
-    struct on the way down, `structs` the dotted names of these structs.
+    """One leaf column. `top` is the top-level column that contains it, `path` the index of the
+    field in each struct on the way down, `structs` the dotted names of these structs.
 
-    Of the field nodes of the schema (see formats.nulls), a null in one of `row_nodes` makes the
-    leaf's own row null; `inner_nodes`, a half-open range, are the nodes below the leaf: the items
-    of a list.
+    A null in one of the field nodes `row_nodes` (see formats.nulls) makes the leaf's own row null.
+    The half-open range `inner_nodes` are the field nodes below the leaf: the items of a list.
     """
 
     name: str
@@ -36,7 +35,7 @@ class Leaf(Struct, frozen=True):
 
 
 def leaves_of(schema: pa.Schema) -> Iterator[Leaf]:
-    """Every leaf, in order."""
+    """Yield every leaf, in order."""
     node = 0
     for field in schema:
         name, kind = field.name, field.type
@@ -75,7 +74,7 @@ def _with_nodes(leaf: Leaf) -> Leaf:
     while isinstance(kind, pa.BaseExtensionType) or pa.types.is_run_end_encoded(kind):
         if isinstance(kind, pa.BaseExtensionType):
             kind = kind.storage_type
-        else:  # run ends, then values: the nulls are in the values
+        else:  # the nodes are run ends, then values; the nulls are in the values
             kind, nodes = kind.value_type, (*nodes, nodes[-1] + 2)
     inner = (nodes[-1] + 1, nodes[-1] + 1 + node_count(children(kind)))
     return Leaf(leaf.name, leaf.top, leaf.type, leaf.path, leaf.structs, nodes, inner)
@@ -143,7 +142,7 @@ def numpy_name(kind: pa.DataType) -> str:
 
 
 def _fixed(kind: pa.DataType) -> tuple[str, tuple[int, ...]] | None:
-    """(dtype, shape) of a type whose values all have one size, or None."""
+    """Return (dtype, shape) of a type whose values all have one size, otherwise None."""
     if isinstance(kind, pa.FixedShapeTensorType):
         order = kind.permutation
         if order is not None and list(order) != sorted(order):
@@ -185,8 +184,8 @@ def canonical_type(kind: pa.DataType) -> pa.DataType:
 
 
 def block_type(kind: pa.DataType) -> pa.DataType:
-    """Return the Arrow type of such a leaf in the block arena: the canonical one, but with 32-bit
-    offsets if they are stored so. Then a raw block needs no decoding.
+    """Return the Arrow type of a leaf in the block arena: the canonical one, but with 32-bit
+    offsets if it is stored with them, so that a fetched block needs no decoding.
     """
     if pa.types.is_string(kind) or pa.types.is_binary(kind):
         return pa.binary()
@@ -196,16 +195,16 @@ def block_type(kind: pa.DataType) -> pa.DataType:
 
 
 def is_number(kind: pa.DataType) -> bool:
-    """Whether a column of this type has one plain number a row."""
+    """Return whether a column of this type has one plain number per row."""
     return kind.id in _NUMBERS
 
 
 def are_numbers(schema: pa.Schema) -> bool:
-    """Whether each column has one plain number a row."""
+    """Return whether every column has one plain number per row."""
     return all(kind.id in _NUMBERS for kind in schema.types)
 
 
-# Plain numbers, by the id of their type: wide tables have tens of thousands of them.
+# Types of plain numbers by id, for speed: wide tables have tens of thousands of such columns.
 _NUMBERS = {
     kind.id: (numpy_name(kind), _numeric(numpy_name(kind)))
     for kind in (

@@ -20,7 +20,8 @@ class ListForm(Struct, frozen=True):
     """The form of one column's lists in a batch.
 
     Lists keep their first `length_max` values, or their last ones if `keeps_end`; 0 keeps all.
-    `padding` is the bytes of one value, b"" for zero.
+    `padding` is the bytes of one value, or b"" for zero. Lists are cut when rows are gathered, not
+    when blocks are decoded, so that jobs with different limits share blocks.
     """
 
     length_max: int = 0
@@ -32,8 +33,8 @@ AS_THEY_ARE = ListForm()
 
 
 def list_forms(specs: Sequence[ColumnSpec], options: ColumnOptions) -> Mapping[int, ListForm]:
-    """Return the list columns, by index, whose form is not the default: uncut, padded with zeros.
-    Only padded lists have padding, and only a value that the column can hold: see `check_lists`.
+    """Return the form of each list column, by index, that is cut or not padded with zeros. Only
+    padded lists have padding, and only a value that the column can hold: see `check_lists`.
     """
     if not _are_changed(options):
         return {}
@@ -64,14 +65,14 @@ def check_lists(specs: Sequence[ColumnSpec], options: ColumnOptions) -> None:
         for name, _ in pairs:
             if name not in lists:
                 raise ConfigError(
-                    f"{argument} names {name!r}, which is not a column of lists of numbers; those "
-                    f"of the batches are: {shown(sorted(lists)) or 'none'}{meant(name, lists)}",
+                    f"{argument} names {name!r}, which is not a column of lists of numbers; the "
+                    f"batches have: {shown(sorted(lists)) or 'none'}{meant(name, lists)}",
                     field=argument,
                 )
     for name, value in options.pad_value:
         if not is_value_of(lists[name].dtype, value):
             raise ConfigError(
-                f"pad_value: {value:g} is not a value of column {name!r}, which holds lists of "
+                f"pad_value: column {name!r} cannot hold {value:g}, since its lists are of type "
                 f"{lists[name].dtype}: choose another value",
                 field="pad_value",
             )
@@ -89,7 +90,7 @@ def _check_everywhere(lists: Sequence[ColumnSpec], options: ColumnOptions) -> No
     if value is not None and not any(is_value_of(spec.dtype, value) for spec in lists):
         held = ", ".join(sorted({spec.dtype for spec in lists})) or "none"
         raise ConfigError(
-            f"pad_value={value:g} is not a value of any column of lists; their types: {held}",
+            f"pad_value={value:g}: no column of lists can hold it; their types are {held}",
             field="pad_value",
         )
 

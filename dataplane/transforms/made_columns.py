@@ -24,9 +24,9 @@ class _Facts(Struct, frozen=True):
 class MappedColumns(Struct, frozen=True):
     """The columns that a map makes of a dataset, determined by a worker from the first rows.
 
-    `reads` are the stored columns that the map takes; `row_bytes` is the approximate size of a row
-    of its result. `code` is a hash of the file that defines the map: blocks made by different code
-    are not mixed.
+    `reads` are the stored columns that the map takes; `row_bytes` is the approximate size of one of
+    the resulting rows. `code` is a hash of the file that defines the map: blocks made by different
+    code are not mixed.
     """
 
     schema: pa.Schema
@@ -36,7 +36,7 @@ class MappedColumns(Struct, frozen=True):
     code: str = ""
 
     def to_bytes(self) -> bytes:
-        """The encoding that `from_bytes` reads."""
+        """Encode for `from_bytes`."""
         facts = msgspec.json.encode(
             _Facts(self.reads, self.row_bytes, self.takes_generator, self.code)
         )

@@ -44,11 +44,11 @@ _NEXT_OPTION = re.compile(f",(?=(?:{'|'.join(_ON_COMMAND_LINES)})=)")
 class Source(Struct, frozen=True):
     """One dataset of a mixture: its urls, and how much of it is read.
 
-    `weight` is its share, in any unit that all sources have. `passes` says instead how often an
-    epoch reads it, in proportion to the others: 2 for twice as often as a source with 1. An epoch
-    reads it `max_passes` times at most; by default once, or without limit with exhausted="cycle".
-    `mean_length` is the mean length of its samples in tokens, for unit="tokens". All others are as
-    those of a loader, for this source instead of the loader's.
+    `weight` is its share, in any unit that all sources use. Alternatively, `passes` is how often an
+    epoch reads it relative to other sources: with 2, twice as often as a source with 1. An epoch
+    reads it `max_passes` times at most: by default once, or without limit with exhausted="cycle".
+    `mean_length` is the mean length of its samples in tokens, for unit="tokens". All other options
+    have the meaning of the loader's options of the same name, and replace them for this source.
     """
 
     urls: Urls
@@ -64,14 +64,14 @@ class Source(Struct, frozen=True):
     map: str | Callable[..., Any] | None = None
 
     def own_options(self) -> dict[str, object]:
-        """The loader's options that this source overrides, with the given values."""
+        """Return the loader's options that this source overrides, with the given values."""
         given = {name: getattr(self, name) for name in _OPTIONS}
         return {name: value for name, value in given.items() if value is not None}
 
 
 class MixStep(NamedTuple):
-    """A step of an epoch, both counted from 0: the first step that may have samples of the new
-    weights.
+    """The first step that may have samples by the new weights: an epoch, and a step in it, both
+    0-based.
     """
 
     epoch: int
@@ -81,19 +81,20 @@ class MixStep(NamedTuple):
 class Mixture:
     """Datasets that one loader mixes: pass it to DataLoader in place of a url.
 
-    `sources` maps names to sources, or to urls if a `temperature` says how much of each is read:
-    1 in proportion to their samples, and the larger, the more equal. `unit` is what weights are
-    shares of: "samples"; "tokens", where longer samples count more, by the bytes of the columns
-    that are read or by each source's mean_length; or "batch", where each global batch is of one
-    source. `exhausted` says what happens when a source was read max_passes times: "stop" ends the
-    epoch, "renormalise" goes on with the others until all are read, and "cycle" reads it again,
-    until each was read once. With a `length`, in `unit`, the epoch has that length: 10_000, or
-    "10B tokens". The next epoch goes on with the samples of each source that come next.
-    `source_column` names a column of int32 that batches get: the index of each sample's source.
-    `schedule` has other weights from given steps on, counted from the first step of the job through
-    all epochs: [(1000, {"web": 0.5, "code": 0.5}), …]. docs/mixtures.md says when they take effect.
+    `sources` maps names to sources, or to urls if a `temperature` decides how much of each is read:
+    1 is in proportion to their samples, and larger temperatures are more equal. `unit` says what
+    weights are shares of: "samples"; "tokens", where longer samples count more, by the bytes of the
+    columns that are read or by each source's mean_length; or "batch", where each global batch comes
+    from one source. `exhausted` says what happens when a source was read max_passes times: "stop"
+    ends the epoch, "renormalise" continues with the others until all are read, and "cycle" reads
+    the source again, until each was read once. With a `length`, in `unit`, the epoch has that
+    length: 10_000, or "10B tokens". The next epoch continues with the next samples of each source.
+    `source_column` names a column of int32 that is added to batches: the index of each sample's
+    source. `schedule` sets other weights from given steps on, counted from the first step of the
+    job through all epochs: [(1000, {"web": 0.5, "code": 0.5}), …]. docs/mixtures.md says when they
+    take effect.
 
-    Raises:  ConfigError: a name, weight or number is none.
+    Raises:  ConfigError: a name, weight or number is invalid.
     """
 
     def __init__(
@@ -126,8 +127,8 @@ class Mixture:
     def asked(
         self, urls: Mapping[str, tuple[str, ...]], views: Mapping[str, View], form: str = ""
     ) -> MixtureAsked:
-        """Return the message that requests the mixture, with these absolute urls and views of the
-        sources, in this format unless they have their own.
+        """Return the message that requests the mixture. `urls` and `views` are those of the
+        sources, with absolute urls; `form` is the format of sources that do not name their own.
         """
         return MixtureAsked(
             tuple(
@@ -173,7 +174,7 @@ class Mixture:
         passes = [source.passes is not None for source in self.sources.values()]
         if any(len(each) != 1 for each in said.values()) or len(set(passes)) > 1:
             raise ConfigError(
-                "say how much of each source is read in one way: a weight for each, such as"
+                "say how much of each source is read in exactly one way: a weight for each, such as"
                 ' {"web": Source(url, weight=0.7), …}, or passes for each, or temperature=1 for'
                 " all in proportion to their samples",
                 field="weight",
@@ -201,7 +202,7 @@ def source_of_text(text: str) -> tuple[str, Source]:
             given[option] = _NUMBERS.get(option, str)(value)
     except ValueError as error:
         raise ConfigError(
-            f"source {text!r:.200}: write NAME=URL,weight=0.7; also known are"
+            f"source {text!r:.200}: write NAME=URL,weight=0.7; other options are"
             f" {', '.join(f'{one}=' for one in _ON_COMMAND_LINES[1:])}",
             field="source",
         ) from error
@@ -217,7 +218,10 @@ def weights_of(names: Sequence[str], given: object, field: str) -> tuple[float, 
     """
     example = ", ".join(f"{name!r}: …" for name in names[:_NAMED_MAX])
     if not isinstance(given, Mapping):
-        raise ConfigError(f"{field}: {given!r:.80} are no weights: give {{{example}}}", field=field)
+        raise ConfigError(
+            f"{field}: expected weights by source name, got {given!r:.80}: give {{{example}}}",
+            field=field,
+        )
     known = frozenset(names)
     unknown = next((name for name in given if name not in known), None)
     missing = next((name for name in names if name not in given), None)
@@ -227,7 +231,7 @@ def weights_of(names: Sequence[str], given: object, field: str) -> tuple[float, 
         )
         raise ConfigError(
             f"{field}: {wrong}. Give a weight for each of the sources"
-            f" {', '.join(map(repr, names[:_NAMED_MAX]))}; 0 for one that is not read",
+            f" {', '.join(map(repr, names[:_NAMED_MAX]))}; 0 for a source that is not read",
             field=field,
         )
     for name in names:
@@ -245,13 +249,13 @@ def _schedule(names: Sequence[str], given: object) -> tuple[ScheduledWeights, ..
     for each in given:
         if len(found) == min(_ENTRIES_MAX, _SCHEDULED_MAX // len(names)):
             raise ConfigError(
-                f"a schedule of more than {len(found)} entries for {len(names)} sources:"
-                f" {_ENTRIES_MAX} entries and {_SCHEDULED_MAX} weights at most. Change them less"
-                " often",
+                f"a schedule of more than {len(found)} entries for {len(names)} sources is too"
+                f" long: at most {_ENTRIES_MAX} entries and {_SCHEDULED_MAX} weights are allowed."
+                " Change weights less often",
                 field="schedule",
             )
         if not isinstance(each, Sequence) or isinstance(each, str) or len(each) != _PAIR:
-            raise ConfigError(f"schedule: {each!r:.80} is no entry: {advice}", field="schedule")
+            raise ConfigError(f"schedule: invalid entry {each!r:.80}: {advice}", field="schedule")
         step, least = whole(each[0]), found[-1].step + 1 if found else 1
         if step is None or not least <= step <= _STEP_MAX:
             after = f" after step {found[-1].step}" if found else ""
@@ -286,7 +290,7 @@ def _choice(field: str, given: object, known: Any) -> Any:
 def _count(field: str, given: object, most: int, whose: str = "") -> int:
     found = 0 if given is None else whole(given)
     if found is None or not (given is None or 1 <= found <= most):
-        said = f"{whose}{field}={given!r:.80}: a whole number from 1 to {most}"
+        said = f"{whose}{field}={given!r:.80}: pass a whole number from 1 to {most}"
         raise ConfigError(said, field=field)
     return found
 
@@ -320,7 +324,7 @@ def _counted(length: object, unit: MixUnit) -> object:
 def _check_number(name: str, field: str, value: object, where: str = "") -> None:
     if value is None and not where:
         return
-    # Those of numpy are numbers, too.
+    # numpy's numbers are accepted, too.
     found, least = math.nan, 0 if field == "weight" else 5e-324
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         with contextlib.suppress(OverflowError):
@@ -332,4 +336,4 @@ def _check_number(name: str, field: str, value: object, where: str = "") -> None
     whose += f"source {name!r}: " if name else ""
     kind = "0 or more" if field == "weight" else "more than 0"
     kind += f", and {most} at most" if math.isfinite(most) else ""
-    raise ConfigError(f"{whose}{field}={value!r:.80}: a number, {kind}", field=field)
+    raise ConfigError(f"{whose}{field}={value!r:.80}: pass a number, {kind}", field=field)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-# First bytes of a file, and the content they mean. The first match counts.
+# The first bytes of a file, and the content that they indicate. The first match counts.
 _BEGINNINGS: Final[tuple[tuple[bytes, str], ...]] = (
     (b"\xff\xd8\xff", "a damaged JPEG image"),
     (b"\x89PNG\r\n\x1a\n", "a damaged PNG image"),
@@ -49,13 +49,13 @@ _SHOWN_LETTERS = 40
 
 
 def said_of(found: bytes) -> str:
-    """Describe bytes that are not an image: their count, the first of them, a guess."""
+    """Describe bytes that are not an image: their count, the first of them, and a guess."""
     if not found:
         return "0 bytes, where an image should be"
     size = "1 byte that is" if len(found) == 1 else f"{len(found)} bytes that begin with"
     more = " …" if len(found) > _SHOWN_BYTES else ""
     begin = f"{found[:_SHOWN_BYTES].hex(' ')}{more}"
-    return f"no image that can be read: {size} {begin}, {_like(found)}"
+    return f"not an image that can be read: {size} {begin}, {_like(found)}"
 
 
 def _like(found: bytes) -> str:

@@ -1,8 +1,8 @@
-"""Nulls in columns whose tensors cannot hold them: their replacements, and the columns to refuse.
+"""Nulls in columns whose tensors cannot hold them: the values that replace them, or an error.
 
-Null floats become NaN, lists become empty, text and objects become None. Integers, bools and times
-need a value from the job. Columns without one are reported before anything is read, all in one
-error, as far as the index knows of nulls.
+Null floats become NaN, lists become empty, text and objects become None. For integers, bools and
+times the job must give a value. Columns without one are reported before anything is read, all in
+one error, as far as indexing counted nulls.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Fills(Struct, frozen=True):
         return cls(dict(options.fill_null), options.fill_null_all)
 
     def value(self, spec: ColumnSpec, *, is_marked: bool = False) -> float | None:
-        """Return the value for one column: NaN for floats without a value, None if its nulls are
-        refused. Marked nulls without a value become 0.
+        """Return the value for one column: NaN for floats without a value, None if its nulls must
+        be refused. Marked nulls without a value become 0.
         """
         named = self.by_column.get(spec.name)
         if named is not None:
@@ -69,24 +69,24 @@ def check_fills(plan: ColumnPlan) -> None:
             )
         dtype = by_name[name].dtype
         if not is_value_of(dtype, value):
-            why = f"which holds {dtype}: choose another value"
+            why = f"since it holds {dtype}: choose another value"
             if not dtype:
-                why = f"which holds {by_name[name].kind} values: its nulls arrive as None"
+                why = f"since it holds {by_name[name].kind} values: its nulls arrive as None"
             raise ConfigError(
-                f"fill_null: {value:g} is not a value of column {name!r}, {why}", field="fill_null"
+                f"fill_null: column {name!r} cannot hold {value:g}, {why}", field="fill_null"
             )
     everywhere = options.fill_null_all
     if everywhere is not None and not any(is_value_of(s.dtype, everywhere) for s in specs):
         held = sorted({spec.dtype or str(spec.kind) for spec in specs})
         raise ConfigError(
-            f"fill_null={everywhere:g} is not a value of any column; they hold {', '.join(held)}",
+            f"fill_null={everywhere:g}: no column can hold it; they hold {', '.join(held)}",
             field="fill_null",
         )
 
 
 def is_value_of(dtype: str, value: float) -> bool:
-    """Whether a numpy type holds this number: exactly, or as the nearest float. A finite number
-    never becomes infinity.
+    """Return whether a numpy type holds this number: exactly, or as the nearest float. A finite
+    number must not become infinity.
     """
     if not dtype:
         return False
@@ -99,8 +99,8 @@ def is_value_of(dtype: str, value: float) -> bool:
 
 
 def check_nulls(plan: ColumnPlan, nulls: NullCounts | None, urls: Texts | Sequence[str]) -> None:
-    """Refuse columns that are known to have nulls but have no value for them. `urls` are those of
-    the shards.
+    """Refuse columns that are known to have nulls but have no value to replace them. `urls` are
+    those of the shards.
 
     Raises:  ConfigError: names all of these columns, with the fill_null to pass.
     """
@@ -126,7 +126,7 @@ def _nodes(spec: ColumnSpec, leaf: Leaf, options: ColumnOptions) -> list[int]:
 
 
 class NullsFound:
-    """The columns of a dataset, or of a block, in which there are nulls."""
+    """The columns that have nulls in a dataset, or in a block."""
 
     def __init__(self, plan: ColumnPlan) -> None:
         self._options = plan.options
@@ -143,7 +143,7 @@ class NullsFound:
             self._fills[spec.name] = fill
 
     def check(self, source: str) -> None:
-        """Refuse columns for whose nulls there is no value.   Raises:  ConfigError."""
+        """Refuse columns with nulls and no value to replace them.   Raises:  ConfigError."""
         refused = self._refused
         if not refused:
             return
@@ -156,7 +156,8 @@ class NullsFound:
             where, marking = "within lists of", ", since masks show only rows that are null,"
         raise ConfigError(
             f"{source} has nulls {where} {what} {listed}. Tensors of integers, bools and times "
-            f"have none: pass {self._to_paste()}{marking} or choose other columns with columns=[…]",
+            f"cannot hold nulls: pass {self._to_paste()}{marking} or choose other columns with "
+            "columns=[…]",
             field=refused[0][0].name,
         )
 

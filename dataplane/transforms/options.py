@@ -1,7 +1,7 @@
-"""The arguments of a loader that choose columns, and rows: their names, types and defaults, and the
-frozen value that each group becomes, checked as far as possible without the dataset.
+"""The loader arguments that choose columns and rows: their names, types and defaults. Each group is
+converted to one frozen value, and checked as far as possible without the dataset.
 
-Pure, and without arrays: a trainer links it.
+Pure, and without arrays: a trainer imports it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dataplane.transforms.dtypes import DTYPES, dtype_name
 from dataplane.transforms.stacks import Stack, stack_specs
 
 Numbers = Mapping[str, float] | float
-"""A number for every column, or one for each of some columns."""
+"""A number for every column, or numbers for some columns by name."""
 Lengths = Mapping[str, int] | int
 LENGTH_MAX = (1 << 31) - 1
 Number = TypeVar("Number", int, float)
@@ -44,7 +44,7 @@ _SPLIT_EXAMPLES = (
 
 
 class ColumnArguments(TypedDict, total=False):
-    """The arguments about columns: which come, in which form."""
+    """The arguments that say which columns batches have, and in which form."""
 
     columns: Sequence[str] | None
     dtype: Mapping[str, object] | None
@@ -118,7 +118,7 @@ def column_options(**given: Unpack[ColumnArguments]) -> ColumnOptions:
 
 
 def in_order(options: ColumnOptions) -> ColumnOptions:
-    """Sort mappings by name, so that equal jobs have equal options; `columns` keep their order."""
+    """Sort mappings by name, so that equal jobs have equal options. `columns` keep their order."""
     given = structs.asdict(options)
     by_name: dict[str, Any] = {
         name: tuple(sorted(value, key=lambda entry: getattr(entry, "name", entry)))
@@ -129,7 +129,7 @@ def in_order(options: ColumnOptions) -> ColumnOptions:
 
 
 def naming(options: ColumnOptions, names: Sequence[str]) -> ColumnOptions:
-    """Return the options with these columns added, if they name columns at all."""
+    """Return the options with these columns added, if the options select columns at all."""
     named = set(options.columns)
     if not named:
         return options
@@ -138,12 +138,12 @@ def naming(options: ColumnOptions, names: Sequence[str]) -> ColumnOptions:
 
 
 def only(columns: Sequence[str]) -> ColumnOptions:
-    """Return options that read these columns, with defaults otherwise."""
+    """Return options that select these columns, and are otherwise the defaults."""
     return ColumnOptions(columns=tuple(columns))
 
 
 def to_find_values(columns: Sequence[str]) -> ColumnOptions:
-    """Return options that read all values of some columns and distinguish nulls."""
+    """Return options that read all values of some columns, and distinguish nulls."""
     return ColumnOptions(columns=tuple(columns), nulls=NullPolicy.MASK)
 
 
@@ -159,7 +159,7 @@ def _columns(given: Sequence[str] | None) -> tuple[str, ...]:
         raise ConfigError(
             "columns=[] selects nothing: list some columns, or leave it out", field="columns"
         )
-    return tuple(map(str, given))  # numpy's, too
+    return tuple(map(str, given))  # names may be numpy strings
 
 
 def _are_names(given: object) -> bool:
@@ -192,7 +192,7 @@ def _dtypes(given: Mapping[str, object] | None) -> tuple[tuple[str, str], ...]:
     pairs = sorted((str(name), dtype_name(value)) for name, value in given.items())
     for name, dtype in pairs:
         if dtype not in DTYPES:
-            # "int" is near to "int8", which is hardly what it means.
+            # A guess for "int" would be "int8", which is hardly meant.
             near = meant(dtype, DTYPES) if dtype[-1:].isdigit() else ""
             raise ConfigError(
                 f"dtype={{{name!r}: {dtype!r:.80}}}{near}: choose one of {', '.join(DTYPES)}",
@@ -212,7 +212,7 @@ def _one_of(argument: str, given: object, choices: type[Choice]) -> Choice:
 def _by_column(
     argument: str, given: object, value_of: Callable[[str, str, object], Number]
 ) -> tuple[tuple[tuple[str, Number], ...], Number | None]:
-    """Return the numbers for single columns, by name, and the one for every column."""
+    """Return the numbers for single columns, by name, and the number for every other column."""
     if given is None:
         return (), None
     if not isinstance(given, Mapping):
@@ -250,8 +250,7 @@ def _number(argument: str, said: str, value: object) -> float:
         number = float("inf")
     if isinstance(value, numbers.Integral) and number != value:
         raise ConfigError(
-            f"{said}: whole numbers must be ones that a double holds exactly, as all up to 2**53 "
-            "are",
+            f"{said}: a whole number must have an exact double, as all up to 2**53 do",
             field=argument,
         )
     return number
@@ -274,7 +273,7 @@ def view_of(**given: Unpack[RowArguments]) -> View:
 
 
 def _canonical(where: str) -> str:
-    # A late import: a loader starts its node sooner without it.
+    # A late import, so that a loader starts its node sooner.
     from dataplane.transforms.where import canonical_where
 
     return canonical_where(where)

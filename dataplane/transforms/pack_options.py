@@ -1,4 +1,4 @@
-"""Parse and check a user's description of packs of documents. Pure: a trainer links it."""
+"""Parse and check a user's description of packs of documents. Pure: a trainer imports it."""
 
 from __future__ import annotations
 
@@ -28,22 +28,23 @@ _ON_COMMAND_LINES: Final = ("length", "policy", "long", "multiple", "documents")
 class Pack(Struct, frozen=True):
     """Samples of `length` tokens, each made of several rows of the list column `column`.
 
-    `policy` is "best_fit", which puts whole rows side by side and pads what is left of a pack, or
-    "wrap", which cuts one long sequence of all rows. With best fit, `long` says what happens to a
-    row of more than `length` tokens: "fragment" cuts it into packs, "truncate" keeps its start,
-    "drop" leaves it out. `carry` are other list columns with one value a token, such as a loss
-    mask. `outputs` are columns that are made for each pack: "position_ids" and "document_ids"
-    int32[length], "cu_seqlens" int32[documents + 2] and "max_seqlen", int32, and "labels",
-    int64[length], which has the next token of each token, and -100 where a row ends and in padding.
-    Each row starts at a multiple of `multiple` tokens; a pack has at most `documents` rows, an
-    eighth of `length` if not given. Padding has `pad_value`. `loss_mask` is a list column with one
-    value a token, which is 0 or false for tokens without a loss: labels are -100 where the token
-    that they name has none. `dtype`, "int32" or "int64", is that of the tokens, which otherwise
-    come as they are stored.
+    `policy` is "best_fit", which puts whole rows next to each other and pads the rest of a pack, or
+    "wrap", which concatenates all rows and cuts the result. With best fit, `long` says what happens
+    to a row of more than `length` tokens: "fragment" cuts it into packs, "truncate" keeps its
+    start, "drop" leaves it out. `carry` are other list columns with one value per token, such as a
+    loss mask. `outputs` are columns that are made for each pack: "position_ids" and "document_ids",
+    int32[length]; "cu_seqlens", int32[documents + 2], and "max_seqlen", int32; and "labels",
+    int64[length], the next token of each token, or -100 where a row ends and in padding. Each row
+    starts at a multiple of `multiple` tokens; a pack has at most `documents` rows, by default an
+    eighth of `length`. Padding has `pad_value`. `loss_mask` is a list column with one value per
+    token, 0 or false for tokens without a loss: a label is -100 if the token that it names has no
+    loss. `dtype`, "int32" or "int64", is the type of the tokens; by default they have the stored
+    type.
 
-    With `policy="pad"` each sample is a padded batch of rows of similar length: tokens and `carry`
-    [rows, width], where width is the longest row, rounded up to `multiple`, and rows times width
-    is `length` at most. "lengths", int32[rows], always comes with them, "labels" if asked.
+    With `policy="pad"`, each sample is a padded batch of rows of similar length: tokens and `carry`
+    have the shape [rows, width], where width is the longest row, rounded up to `multiple`, and rows
+    times width is at most `length`. The column "lengths", int32[rows], is always added, and
+    "labels" on request.
     """
 
     column: str
@@ -71,8 +72,8 @@ def pack_of_text(text: str) -> PackSpec:
         name, _, value = part.partition("=")
         if name not in _ON_COMMAND_LINES or not value:
             raise ConfigError(
-                f"pack {text!r}: {part!r} is none of {', '.join(_ON_COMMAND_LINES)} with a value:"
-                ' write "tokens,length=4096"',
+                f"pack {text!r}: {part!r} is not one of {', '.join(_ON_COMMAND_LINES)} with a"
+                ' value: write "tokens,length=4096"',
                 field="pack",
             )
         given[name] = int(value) if value.isdecimal() else value
@@ -84,7 +85,7 @@ def pack_of_text(text: str) -> PackSpec:
 def pack_spec(given: object) -> PackSpec | None:
     """Convert this argument of a DataLoader to a spec.
 
-    Raises:  ConfigError: it is no Pack, or one of its values is invalid; says what is allowed.
+    Raises:  ConfigError: it is not a Pack, or a value is invalid; says what is allowed.
     """
     if given is None:
         return None
@@ -130,8 +131,8 @@ def pack_spec(given: object) -> PackSpec | None:
 def balanced(
     pack: PackSpec | None, given: object, *, shuffle: bool, mixes: bool
 ) -> PackSpec | None:
-    """Return the packs of a job, balanced if this argument of a DataLoader requests it. `mixes`: a
-    global batch has packs of several sources.
+    """Return the packs of a job, balanced if this argument of a DataLoader requests it. `mixes`
+    means that a global batch may have packs of several sources.
 
     Raises:  ConfigError: the value is not "cost", or this job cannot be balanced.
     """

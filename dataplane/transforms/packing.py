@@ -1,4 +1,4 @@
-"""The columns of batches of packs; plan/packs.py plans the packs."""
+"""The columns of batches whose samples are packs; plan/packs.py assigns documents to packs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dataplane.transforms.lists import LISTS
 
 LABELS, LENGTHS = "labels", "lengths"
 PACKING = "packing"
-"""The only column of the batches with which a node counts packs: of each block, a Packing."""
+"""The only column of the batches by which a node counts packs: the Packing of each block."""
 
 
 def delivered_columns(specs: Sequence[ColumnSpec], spec: JobSpec) -> tuple[ColumnSpec, ...]:
@@ -30,7 +30,7 @@ def delivered_columns(specs: Sequence[ColumnSpec], spec: JobSpec) -> tuple[Colum
     name = "" if spec.mixture is None else spec.mixture.source_column
     if name and any(each.name == name for each in found):
         raise ConfigError(
-            f"source_column={name!r}: the sources have such a column: choose another name",
+            f"source_column={name!r}: the sources have a column of this name: choose another name",
             field="source_column",
         )
     return (*found, ColumnSpec(name, Kind.FIXED, "int32")) if name else found
@@ -62,8 +62,9 @@ def packed_columns(specs: Sequence[ColumnSpec], pack: PackSpec) -> tuple[ColumnS
     bounds = np.iinfo(columns[0].dtype)
     if not bounds.min <= pack.pad_value <= bounds.max:
         raise ConfigError(
-            f"pad_value={pack.pad_value} in Pack({pack.column!r}, …) is no {columns[0].dtype}, the"
-            f" type of its tokens: choose one from {bounds.min} to {bounds.max}",
+            f"pad_value={pack.pad_value} in Pack({pack.column!r}, …) does not fit into"
+            f" {columns[0].dtype}, the type of its tokens: choose one from {bounds.min} to"
+            f" {bounds.max}",
             field=pack.column,
         )
     if pack.outputs == (PACKING,):
@@ -72,9 +73,7 @@ def packed_columns(specs: Sequence[ColumnSpec], pack: PackSpec) -> tuple[ColumnS
 
 
 def batch_columns(columns: tuple[ColumnSpec, ...], pack: PackSpec) -> tuple[ColumnSpec, ...]:
-    """Return the columns of batches of packs, from those of packs. Each padded batch has its own
-    shape.
-    """
+    """Convert the columns of packs to those of batches. Each padded batch has its own shape."""
     if pack.policy is not PackPolicy.PAD or pack.outputs == (PACKING,):
         return columns
     return tuple(
@@ -87,7 +86,7 @@ def _packed(name: str, known: dict[str, ColumnSpec], pack: PackSpec) -> ColumnSp
     spec = known.get(name)
     if spec is None or spec.kind not in LISTS or spec.shape:
         raise ConfigError(
-            f"pack= needs column {name!r} to be lists of numbers, one number a token, and it is"
+            f"pack= needs column {name!r} to be lists of numbers, one number per token, but it is"
             f" {'missing' if spec is None else 'not'}: name columns of lists in Pack(column,"
             " carry=[…], loss_mask=…)",
             field=name,
@@ -99,7 +98,7 @@ def _cast(tokens: ColumnSpec, pack: PackSpec) -> ColumnSpec:
     """Return the tokens in the requested type, which must hold all values of the stored one."""
     if not np.can_cast(tokens.dtype, pack.dtype):
         raise ConfigError(
-            f"dtype={pack.dtype!r} in Pack({pack.column!r}, …) has not all values of"
+            f"dtype={pack.dtype!r} in Pack({pack.column!r}, …) cannot hold all values of"
             f" {tokens.dtype}, the type of its tokens: leave it out"
             + ("" if pack.dtype == "int64" or tokens.dtype == "uint64" else ', or pass "int64"'),
             field=pack.column,

@@ -1,14 +1,14 @@
-"""Turn encoded images in memory into resized crops in a slab, in the form that training wants.
+"""Decode images in memory, and write resized crops of them into a slab in the requested form.
 
-Every image becomes RGB: grey is repeated, CMYK and YCCK are taken as inverted (as Adobe and Pillow
-do) and converted without a colour profile, an alpha channel is dropped and the colours under it
+Every image becomes RGB: grey is repeated; CMYK and YCCK are taken as inverted (as Adobe and Pillow
+do) and converted without a colour profile; an alpha channel is dropped, and the colours under it
 stay; 16-bit channels keep their upper eight bits. EXIF orientation is applied. A JPEG is decoded
 only inside its box, and at 1/2, 1/4 or 1/8 scale if it may be reduced and that leaves enough
 pixels. Every other image is decoded whole, by Pillow.
 
 A result depends on image, box, flip, view and `may_reduce`, not on the processor. It differs by at
-most `TOLERANCE` of 255 from Pillow's result for the whole image, unless a JPEG was reduced. Where
-the library was compiled without libjpeg-turbo, Pillow decodes JPEGs, too, within `TOLERANCE`.
+most `TOLERANCE` of 255 from Pillow's result for the whole image, unless a JPEG was reduced. If the
+library was compiled without libjpeg-turbo, Pillow decodes JPEGs, too, within `TOLERANCE`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Bytes = NDArray[np.uint8]
 TOLERANCE: Final = 1
 _FOR_PILLOW = 1
 _CHANGED_BYTES = 4 << 20
-"""RGB bytes that are changed together, before they are converted."""
+"""The most RGB bytes that are changed before they are converted."""
 
 
 class _View(ctypes.Structure):
@@ -62,7 +62,7 @@ class _Crop(Struct, frozen=True):
     may_reduce: bool
 
     def shrink(self, view: PixelView) -> int:
-        """Return the largest reduction that leaves as many pixels as the view has: 1, 2, 4 or 8."""
+        """Return the largest reduction that still leaves the view's pixels: 1, 2, 4 or 8."""
         if not self.may_reduce:
             return 1
         least = min(self.box[2] / view.height, self.box[3] / view.width)
@@ -107,14 +107,14 @@ def render(
     """Render the box of each image: resized to the view, mirrored left-right where `flips` says so,
     changed by each of `changes`, normalised, in the view's layout.
 
-    A resize is bilinear with antialiasing: torchvision's antialias=True, Pillow's BILINEAR with a
-    box, whose filter also sees the pixels around the box. If it `may_reduce`, a JPEG whose box has
-    at least 2, 4 or 8 times the pixels of the view, in both directions, is decoded at a half, a
-    quarter or an eighth.
+    The resize is bilinear with antialiasing, as torchvision's antialias=True, and as Pillow's
+    BILINEAR with a box, whose filter also uses the pixels around the box. If it `may_reduce`, a
+    JPEG whose box has at least 2, 4 or 8 times the pixels of the view, in both directions, is
+    decoded at a half, a quarter or an eighth.
 
-    `restart_indexes` is memory for each image, zero at first: a crop records where in the bytes
-    of the image rows and columns begin, and later crops skip what they do not need. Several
-    processes may use it at the same time.
+    `restart_indexes` is memory for each image, initially zero. A crop records there where rows and
+    columns of the image begin in its bytes, so that later crops can skip what they do not need.
+    Several processes may use it at the same time.
 
     Shapes:  images, restart indexes: int64[n, 2], address and length of each; address 0 means
     none, other addresses are multiples of 4.   flips: uint8[n].
@@ -237,7 +237,7 @@ def _refuse(row: int, reason: ctypes.Array[ctypes.c_char]) -> None:
     if row < 0:
         return
     said = reason.value.decode(errors="replace")
-    # Our own message, and libjpeg's.
+    # The messages of our own C code, and of libjpeg.
     if said.startswith(("no memory", "Insufficient memory")):
         raise MemoryError(said)
     raise ImageError(said, row=row)

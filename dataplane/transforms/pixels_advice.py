@@ -1,8 +1,8 @@
-"""Advice on packages to install so that a host decodes JPEGs fast, or makes the same pixels as
-another host. Imports nothing.
+"""Advice about packages: how a host decodes JPEGs fast, or makes the same pixels as another host.
+Imports nothing.
 
-The maker of pixels has a name (`pixels_library.Maker.name`): "libjpeg-turbo 2.1.5, kernels
-79c2f673; Pillow 13.0.0 (…)". It begins with "kernels" if Pillow decodes JPEGs.
+The software that makes pixels has a name (`pixels_library.Maker.name`): "libjpeg-turbo 2.1.5,
+kernels 79c2f673; Pillow 13.0.0 (…)". It begins with "kernels" if Pillow decodes JPEGs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ INSTALL_LIBJPEG: Final = (
 
 
 def how_to_agree(expected: str, found: str) -> str:
-    """Advise how to change a host whose maker is `found` so that it agrees with `expected`."""
+    """Advise how to change the host whose maker is `found` so that it agrees with `expected`."""
     expected_c, _, expected_pillow = expected.rpartition("; ")
     found_c, _, found_pillow = found.rpartition("; ")
     expected_has, found_has = (name.startswith("libjpeg") for name in (expected_c, found_c))

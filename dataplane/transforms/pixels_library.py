@@ -1,5 +1,5 @@
-"""The software that makes pixels, and its name: libpixels.so, with libjpeg-turbo where that was
-there when it was compiled, and Pillow for what the library does not decode.
+"""The software that makes pixels, and its name: libpixels.so, linked with libjpeg-turbo if that was
+present at compile time, and Pillow for everything that the library does not decode.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LIBRARY = Path(__file__).with_name("libpixels.so")
 REASON_BYTES = 256
 _PATH_BYTES = 4096
 _VERSION = re.compile(rb"libjpeg-turbo version ([0-9.]+)")
-# Libraries that Pillow decodes with, and whose versions may give different pixels.
+# Codecs of Pillow whose versions may give different pixels.
 _CODECS = {
     "libjpeg_turbo": "libjpeg-turbo",
     "webp": "libwebp",
@@ -54,9 +54,9 @@ _CHANGE: compiled.Signature = (None, (_POINTER, _I32, _I32, _POINTER, _POINTER))
 
 
 class Maker(Struct, frozen=True):
-    """`missing` says why the library decodes no JPEG and Pillow does, "" if it does.
-
-    Two makers with the same `name` make the same pixels of the same images.
+    """The software that makes pixels. Two makers with the same `name` make the same pixels of the
+    same images. `missing` says why Pillow decodes JPEGs instead of the library; "" if the library
+    decodes them.
     """
 
     library: ctypes.CDLL
@@ -94,8 +94,8 @@ def load(path: Path, sources: Path) -> Maker:
 
 
 def _libjpeg_version(path: Path) -> str:
-    """Read libjpeg's version from the library's file, since no function returns it; if the file
-    does not state it, return its checksum.
+    """Read libjpeg's version from the library's file, since no function returns it. If the file
+    does not contain it, return the file's checksum.
     """
     try:
         content = path.read_bytes()
@@ -106,7 +106,7 @@ def _libjpeg_version(path: Path) -> str:
 
 
 def _pillow_name() -> str:
-    """The versions of Pillow and of its decoders: of every format but JPEG, or with it."""
+    """Return the versions of Pillow and of its decoders, including JPEG's only if it is used."""
     versions = {name: features.version(feature) for feature, name in _CODECS.items()}
     said = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     return f"Pillow {PIL.__version__} ({said})"

@@ -1,9 +1,7 @@
-"""Decode images with Pillow: every format but JPEG, and JPEG, too, where the library was compiled
+"""Decode images with Pillow: every format but JPEG, and also JPEG if the library was compiled
 without libjpeg-turbo.
 
-Pillow converts to RGB, by our rules: grey is repeated, CMYK becomes RGB without a colour profile,
-an alpha channel is dropped and the colours under it stay. 16-bit channels keep their upper eight
-bits.
+Pixels are converted to RGB as pixels.py specifies.
 """
 
 from __future__ import annotations
@@ -26,20 +24,21 @@ from dataplane.transforms.not_images import said_of
 
 Bytes = NDArray[np.uint8]
 
-# No format that starts another program, fetches something, or needs several files.
+# No formats that start another program, fetch something, or need several files.
 FORMATS = (
     "JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "TIFF", "JPEG2000", "PPM", "TGA", "ICO",
 )  # fmt: skip
 PIXELS_MAX = 178_956_970
-"""Pillow's own limit, against files that unpack to more than a machine's memory."""
+"""Pillow's own limit, which prevents files that decompress to more than a machine's memory."""
 _ORIENTATION = 0x0112
 _ORIENTATIONS = range(1, 9)
-# Formats of which Pillow opens 16 bits as 32.
+# Formats whose 16-bit pixels Pillow opens as 32-bit pixels.
 _SIXTEEN_BITS = frozenset({"PNG", "PPM"})
 # TIFF's BitsPerSample.
 _BITS = 0x0102
 _TWELVE_BITS = 12
-# Bytes of a PNG that has an orientation, with the name of their metadata in Pillow; of a TIFF.
+# Byte sequences that show that a PNG or a TIFF has an orientation; for PNG with the name that
+# Pillow gives to the metadata.
 _PNG_WORDS = {
     b"eXIf": "exif",
     b"Raw profile type exif": "Raw profile type exif",
@@ -58,18 +57,18 @@ _FAULTS = (
 
 @functools.cache
 def _formats() -> tuple[str, ...]:
-    """The formats that this Pillow was built with; Image.init() registers all of them."""
+    """Return the formats that this Pillow was built with; Image.init() registers all of them."""
     Image.init()
     return tuple(name for name in FORMATS if name in Image.OPEN)
 
 
 @contextmanager
 def opened(images: NDArray[np.int64], row: int) -> Iterator[tuple[Image.Image, int]]:
-    """Open one of the images: reads its header and EXIF orientation.
+    """Open one of the images, reading its header and EXIF orientation.
 
     Shapes:  images: int64[n, 2], address and length of each.
-    Raises:  ImageError: Pillow refuses it, or an operation on it inside the `with` block.
-    MemoryError: it may be a good image.
+    Raises:  ImageError: Pillow refuses the image, or an operation on it inside the `with` block.
+    MemoryError: memory ran out; the image may be valid.
     """
     address, length = images[row].tolist()
     encoded = ctypes.string_at(address, length) if length else b""
@@ -83,11 +82,11 @@ def opened(images: NDArray[np.int64], row: int) -> Iterator[tuple[Image.Image, i
             if image.mode == "F" or (image.mode == "I" and image.format not in _SIXTEEN_BITS):
                 kind = "floats" if image.mode == "F" else "signed or 32-bit numbers"
                 raise ImageError(
-                    f"its pixels are {kind}, of which none is white by definition: convert it to 8 "
-                    "or 16 bits before it is stored",
+                    f"its pixels are {kind}, for which no value is defined as white: convert it to "
+                    "8 or 16 bits before it is stored",
                     row=row,
                 )
-            # All bytes at once: libjpeg cannot pause in the middle of arithmetic codes.
+            # Pass all bytes at once: libjpeg cannot pause in the middle of arithmetic coding.
             image.decodermaxblock = max(image.decodermaxblock, length)
             yield image, _orientation(image, encoded)
     except UnidentifiedImageError:
@@ -99,13 +98,13 @@ def opened(images: NDArray[np.int64], row: int) -> Iterator[tuple[Image.Image, i
 
 
 def _orientation(image: Image.Image, encoded: bytes) -> int:
-    """The orientation that Pillow's exif_transpose applies, of EXIF or else of XMP; 1 if it is
-    missing or invalid.
+    """Return the orientation that Pillow's exif_transpose would apply, from EXIF or else from XMP;
+    1 if it is missing or invalid.
     """
     if image.format == "TIFF":
         if _TIFF_WORD in encoded:
-            image.load()  # only then it has the size that is seen
-        return 1  # Pillow turns it when it loads it
+            image.load()  # Pillow reports the size after rotation only then
+        return 1  # Pillow itself applies the orientation when it loads the image
     if image.format == "PNG":
         words = [name for word, name in _PNG_WORDS.items() if word in encoded]
         if not words:
@@ -113,7 +112,7 @@ def _orientation(image: Image.Image, encoded: bytes) -> int:
         if any(name not in image.info for name in words):
             image.load()  # metadata may come after the pixels
     try:
-        # Not PNG's own method, which decodes the image.
+        # Not PngImageFile.getexif, which decodes the image.
         turn = Image.Image.getexif(image).get(_ORIENTATION)
         return 1 if turn is None or turn not in _ORIENTATIONS else int(turn)
     except _FAULTS as fault:
@@ -123,7 +122,7 @@ def _orientation(image: Image.Image, encoded: bytes) -> int:
 
 
 def seen_size(image: Image.Image, orientation: int) -> tuple[int, int]:
-    """(height, width) of an image with its orientation applied."""
+    """Return (height, width) of an image with its orientation applied."""
     transposed = orientation >= _TRANSPOSING
     return (image.width, image.height) if transposed else (image.height, image.width)
 
@@ -150,7 +149,7 @@ class StoredPixels(Struct, frozen=True):
 
 
 def decode(image: Image.Image, orientation: int, shrink: int) -> StoredPixels:
-    """Decode an image that was opened; a JPEG at 1/shrink, a power of two, as in libjpeg."""
+    """Decode an opened image; a JPEG at 1/shrink, a power of two, as libjpeg does."""
     height, width = image.height, image.width
     if shrink > 1 and image.draft(None, (width // shrink, height // shrink)) is None:
         shrink = 1

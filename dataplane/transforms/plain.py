@@ -1,8 +1,9 @@
-"""Arrow arrays without encodings, whose rows can be taken, joined and converted to Python objects.
+"""Convert Arrow arrays to forms without encodings, whose rows can be selected, joined and converted
+to Python objects.
 
-Values without a tensor form are kept in one layout of each kind: large lists, large strings,
-structs, maps, unions. Dates, times, timestamps and durations are the stored integers, nested or
-not: Python's types lack nanoseconds and range.
+Values without a tensor form have one layout for each kind: large lists, large strings, structs,
+maps, unions. Dates, times, timestamps and durations, nested or not, are the stored integers, since
+Python's types lack nanoseconds and range.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataplane.formats.arrays import ANY_LISTS, read_as
 
 
 def is_any_list(kind: pa.DataType) -> bool:
-    """Whether a type is lists of any length, in any layout."""
+    """Return whether a type is lists of variable length, in any layout."""
     return kind.id in ANY_LISTS
 
 
@@ -30,7 +31,7 @@ def list_ends(array: pa.Array) -> pa.Array:
 
 
 def object_type(kind: pa.DataType) -> pa.DataType:
-    """Return the type in which values of `kind`, which have no tensor form, are kept."""
+    """Return the type that represents values of `kind`, which have no tensor form."""
     if isinstance(kind, pa.BaseExtensionType):
         return object_type(kind.storage_type)
     if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):

@@ -1,10 +1,11 @@
 """Compute where the restart indexes of images are stored. Pure.
 
 The worker that first crops an image records, in memory beside the image's block, where in its bytes
-other crops can start (transforms/csrc/restart_index.c).
+later crops can start decoding (transforms/csrc/restart_index.c). All workers record the same marks,
+so they share the memory without locks; the count of marks is written last.
 
 The restart indexes of a block take a fixed share of its size. Each image gets the same share of
-them as of the block's bytes, so its place follows from the place of its bytes.
+them as of the block's bytes, so its place is computed from the place of its bytes.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 
 PARTS = 16
-"""Room for a mark about every 32 pixels of each row of MCUs, beyond which more marks gain nothing,
-for photographs of 500 x 375 pixels from 50 KB on; smaller ones have fewer marks."""
+"""The size of a block divided by that of its restart indexes. For photographs of 500 x 375 pixels
+and 50 KB or more, this leaves room for a mark about every 32 pixels; more marks gain nothing."""
 _ALIGN_BYTES = 8
 
 
 def restart_index_bytes(block_bytes: int) -> int:
-    """The size of the restart indexes of a block."""
+    """Return the size of the restart indexes of a block."""
     return -(-block_bytes // PARTS)
 
 
 def places(regions: Ints, blocks: Ints, starts: Ints, lengths: Ints) -> Ints:
-    """Address and length of the restart index of each image; 0 and 0 where it has none.
+    """Return address and length of the restart index of each image; 0 and 0 where it has none.
 
     Shapes:  regions: int64[blocks, 2], address and length of each block's restart indexes.
              blocks, starts, lengths: int64[n], the block of an image, where it starts among the

@@ -21,8 +21,8 @@ Bools = NDArray[np.bool_]
 
 
 class BlockRows(Struct, frozen=True):
-    """The rows that a block stores: `count` rows of its shard from `first` on. `word` stands for
-    the shard in the keys of its rows.
+    """The rows that a block stores: `count` rows of its shard from row `first` on. `word`
+    represents the shard in the keys of its rows.
     """
 
     count: int
@@ -31,14 +31,15 @@ class BlockRows(Struct, frozen=True):
 
 
 class RowFilter(Struct, frozen=True):
-    """The conditions of a view on each row, for the blocks of one dataset."""
+    """The conditions of a view on single rows, for the blocks of one dataset."""
 
     view: View
     condition: Condition | None
 
     @classmethod
     def of(cls, view: View, schema: pa.Schema) -> Self | None:
-        """Return the filter of a view; None if the view has all rows, apart from a limit.
+        """Return the filter of a view; None if the view restricts rows only by a limit, or not at
+        all.
 
         Raises:  ConfigError: its condition does not suit the schema.
         """
@@ -67,8 +68,8 @@ class RowFilter(Struct, frozen=True):
         return mask
 
     def count_known(self, bounds: Bounds, rows: BlockRows) -> int | None:
-        """Return how many rows the view keeps of a block with these bounds of columns; None if that
-        depends on its values.
+        """Return how many rows of a block with these column bounds the view keeps; None if that
+        depends on the values.
         """
         from dataplane.transforms.condition import Outcomes
 
@@ -88,7 +89,7 @@ class RowFilter(Struct, frozen=True):
 
 
 def reads_columns(view: View, schema: pa.Schema, columns: Sequence[str]) -> tuple[str, ...]:
-    """Return these columns, and the others that the view reads.
+    """Return these columns, followed by other columns that the view reads.
 
     Raises:  ConfigError: as `RowFilter.of`.
     """
@@ -97,7 +98,7 @@ def reads_columns(view: View, schema: pa.Schema, columns: Sequence[str]) -> tupl
 
 
 def filtered(batch: pa.RecordBatch, mask: Bools) -> pa.RecordBatch:
-    """Return the rows of a batch that are marked.
+    """Return the rows of a batch for which the mask is true.
 
     Shapes:  mask: bool[rows].
     """
@@ -111,5 +112,5 @@ def filtered(batch: pa.RecordBatch, mask: Bools) -> pa.RecordBatch:
 def _filtered(array: pa.Array, mask: pa.Array) -> pa.Array:
     try:
         return array.filter(mask)
-    except pa.ArrowNotImplementedError:  # views of texts, for example
+    except pa.ArrowNotImplementedError:  # for example, string views
         return objects(array).filter(mask)

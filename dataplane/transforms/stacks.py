@@ -1,5 +1,5 @@
-"""Columns of numbers stacked into one tensor [B, columns]: the user's arguments, their meaning, and
-the resulting columns of a block. Pure, and without arrays: a trainer links it.
+"""Columns of numbers stacked into one tensor [B, columns]: the user's arguments, and the resulting
+columns of a block. Pure, and without arrays: a trainer imports it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _EXAMPLE = 'stack={"features": ["age", "price"]}'
 
 
 class Stack(Struct, frozen=True):
-    """Columns in this order, as one tensor of this dtype (a name, or torch's); "" keeps the dtype
-    that they all have.
+    """Columns to be delivered as one tensor, in this order. `dtype` is a name, or torch's dtype; ""
+    keeps the type, which all columns must share.
     """
 
     columns: Sequence[str]
@@ -26,7 +26,7 @@ class Stack(Struct, frozen=True):
 
 
 def stacks_of(options: ColumnOptions) -> tuple[StackSpec, ...]:
-    """The stacks of a job."""
+    """Return the stacks of a job."""
     return options.stack
 
 
@@ -42,7 +42,7 @@ def stack_specs(stacks: Mapping[str, Stack | Sequence[str]]) -> tuple[StackSpec,
     for column in members:
         if members.count(column) > 1:
             raise ConfigError(
-                f"column {column!r} is stacked twice; list each one once", field="stack"
+                f"column {column!r} is stacked twice: list each column once", field="stack"
             )
     return found
 
@@ -103,8 +103,8 @@ def _stacked(stack: StackSpec, by_name: Mapping[str, ColumnSpec]) -> ColumnSpec:
     for member in members:
         if not stack.dtype and member.dtype != dtype:
             raise ConfigError(
-                f"stack {stack.name!r}: column {members[0].name!r} is {dtype} and column "
-                f"{member.name!r} is {member.dtype}: say what they become, as in "
+                f"stack {stack.name!r}: column {members[0].name!r} is {dtype}, but column "
+                f"{member.name!r} is {member.dtype}: choose a common type, as in "
                 f'Stack([…], dtype="float32")',
                 field=member.name,
             )
@@ -118,7 +118,7 @@ def _stacked(stack: StackSpec, by_name: Mapping[str, ColumnSpec]) -> ColumnSpec:
 
 
 def _becomes(dtype: str, target: str) -> bool:
-    """Whether a number type can become another: any may become a float, integers only a type that
-    holds all of them.
+    """Return whether a number type can be converted to another: any type to a float, integers only
+    to a type that holds all of their values.
     """
     return np.dtype(target).kind == "f" or np.can_cast(dtype, target, "safe")

@@ -1,7 +1,8 @@
 """Look up the columns of a condition in a schema, check types, and convert constants to them.
 
-A comparison with a constant becomes one with a value of the column's own type that has the same
-result for every row. So numbers are compared exactly, by Arrow and with statistics.
+A comparison with a constant is converted to a comparison with a value of the column's own type that
+has the same result for every row. So numbers are compared exactly, both by Arrow and with
+statistics.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {
 COMPUTE: Mapping[str, str] = {
     "+": "add", "-": "subtract", "*": "multiply", "/": "divide", "%": ""
 }  # fmt: skip
-"""Arrow's kernels for each sign; it has none for remainders."""
+"""Arrow's kernel for each operator; there is none for %."""
 
 
 class _Kind(enum.StrEnum):
-    """The kind of a value, which decides what may be done with it."""
+    """The kind of a value, which decides which operators apply to it."""
 
     INTEGER = "whole numbers"
     FLOAT = "numbers"
@@ -82,7 +83,7 @@ def _kind_of(kind: pa.DataType) -> _Kind:
 
 
 def _type_of(node: Node) -> pa.DataType:
-    """Return the type of an operand's values, within a dictionary, run ends or an extension."""
+    """Return the type of an operand's values, without dictionary, run ends and extension."""
     match node:
         case Field():
             return _unwrapped(node.type)
@@ -115,7 +116,7 @@ class TypedCondition:
         self.fields: dict[str, Field] = {}
 
     def test(self, node: Node) -> Node:
-        """Return the condition with columns and stored constants for its names and constants."""
+        """Return the condition with columns in place of names, and typed values of constants."""
         match node:
             case Operation("and" | "or" | "not" as word, parts):
                 return Operation(word, tuple(map(self.test, parts)))
@@ -129,7 +130,7 @@ class TypedCondition:
                 pairs = [_stored("==", of, operand, value) for value in values]
                 if isinstance(operand, Constant):
                     return Constant(operand.value in values)
-                # Another relation: the type has no such value.
+                # Values for which the relation changed do not exist in the column's type.
                 members = [value for relation, value in pairs if relation == "=="]
                 return Operation("in", (operand, Stored(pa.array(members, pairs[0][1].type))))
             case Operation(relation, (left, right)) if relation in COMPARE:
@@ -186,7 +187,7 @@ class TypedCondition:
                     )
                 return Operation(sign, (*operands, Stored(canonical_text(node))))
         raise ConfigError(
-            f"where: {canonical_text(node)!r} is true or false, and is used as a value: join "
+            f"where: {canonical_text(node)!r} is true or false, but is used as a value: join "
             "conditions with 'and' and 'or'",
             field="where",
         )
@@ -196,7 +197,7 @@ class TypedCondition:
     ) -> Field:
         if not isinstance(node, Name):
             raise ConfigError(
-                f"where: {used!r} is for columns, and {canonical_text(node)!r} is none",
+                f"where: {used!r} applies to columns, and {canonical_text(node)!r} is not a column",
                 field="where",
             )
         field = self._named(node)
@@ -216,8 +217,8 @@ class TypedCondition:
         near = difflib.get_close_matches(known, every, 3)
         meant = f"; did you mean {' or '.join(map(repr, near))}?" if near else "."
         raise ConfigError(
-            f"where: there is no column {known!r}{meant} The dataset has: {shown(every)}. A text "
-            "stands in quotes, as in lang == 'en'",
+            f"where: there is no column {known!r}{meant} The dataset has: {shown(every)}. Write a "
+            "text in quotes, as in lang == 'en'",
             field=known,
         )
 
@@ -232,10 +233,10 @@ def _in_64_bits(operand: Node, *, is_whole: bool) -> Node:
 
 
 def too_large(what: object) -> ConfigError:
-    """Return the error about a whole number of more than 64 bits."""
+    """Return the error about a whole number that does not fit into 64 bits."""
     return ConfigError(
-        f"where: {what} has no room in 64 bits: write a number of it as a fraction, such as 2.0, to"
-        " compute with floats",
+        f"where: {what} does not fit into 64 bits: write one of its numbers with a fraction, such "
+        "as 2.0, to compute with floats",
         field="where",
     )
 
@@ -300,19 +301,19 @@ def _stored(relation: str, node: Node, operand: Node, value: Any) -> tuple[str, 
             try:
                 return relation, _time(value, kind)
             except pa.ArrowException as fault:
-                why = f"{value!r} is no such time ({fault}): write {_TIMES}"
+                why = f"{value!r} is not a time in its range ({fault}): write {_TIMES}"
                 raise _mistaken(node, operand, why) from fault
     advice = {
         _Kind.TEXT: f"write it in quotes: '{value}'",
         _Kind.TIME: f"write it as a text in ISO 8601, such as {_TIMES}",
-        _Kind.BOOL: "compare it with true or false, or with nothing",
+        _Kind.BOOL: "compare it with true or false, or use it alone",
     }.get(of, "compare it with a number")
     text = canonical_text(Constant(value))
     raise _mistaken(node, operand, f"it is compared with {text}: {advice}")
 
 
 def _on_floats(relation: str, value: float | Decimal) -> tuple[str, pa.Scalar]:
-    """Compare floats with a number. One with a fraction means the nearest float."""
+    """Compare floats with a number. A number with a fraction stands for the nearest float."""
     nearest = float(value)
     if not isinstance(value, int) or value == nearest:
         return relation, pa.scalar(nearest)
@@ -325,8 +326,8 @@ def _on_floats(relation: str, value: float | Decimal) -> tuple[str, pa.Scalar]:
 
 
 def _on_grid(relation: str, value: float | Decimal, kind: pa.DataType) -> tuple[str, pa.Scalar]:
-    """Compare whole numbers or decimals with a number. All of them are whole multiples of a unit, 1
-    or 10**-scale; a number between two multiples is compared as the lower one.
+    """Compare whole numbers or decimals with a number. They are multiples of a unit, 1 or
+    10**-scale; a constant between two multiples is replaced by the lower one.
     """
     if is_whole := bool(pa.types.is_integer(kind)):
         is_signed = bool(pa.types.is_signed_integer(kind))
@@ -335,7 +336,7 @@ def _on_grid(relation: str, value: float | Decimal, kind: pa.DataType) -> tuple[
     else:
         highest, scale = 10**kind.precision - 1, kind.scale
         lowest = -highest
-    # With decimals, numbers are compared as they are written: 0.1 is a tenth.
+    # Compared with decimals, a constant has the value that is written: 0.1 is a tenth.
     is_written = isinstance(value, float) and not is_whole
     units = Fraction(repr(value) if is_written else value) * Fraction(10) ** scale
 
@@ -346,7 +347,7 @@ def _on_grid(relation: str, value: float | Decimal, kind: pa.DataType) -> tuple[
     lower = math.floor(units)
     if lower == units and lowest <= lower <= highest:
         return relation, scalar(lower)
-    if relation in {"==", "!="} or lower < lowest:  # false or true for all
+    if relation in {"==", "!="} or lower < lowest:  # the result is the same for all values
         return "<" if "<" in relation or relation == "==" else ">=", scalar(lowest)
     return "<=" if "<" in relation else ">", scalar(min(lower, highest))
 
@@ -354,16 +355,18 @@ def _on_grid(relation: str, value: float | Decimal, kind: pa.DataType) -> tuple[
 def _time(text: str, kind: pa.DataType) -> pa.Scalar:
     """Parse a time in the unit and time zone of a column. A text without a zone is in UTC.
 
-    For a column with a time zone, the text is parsed as nanoseconds first, which keeps all of
-    its digits, and otherwise in the column's unit, which can express more years.
+    For a column with a time zone, the text is first parsed as nanoseconds, which keeps all of its
+    digits, and if that fails in the column's unit, which covers more years.
 
-    Raises:  ArrowInvalid: the text is no time, or lies outside of the column's range.
+    Raises:  ArrowInvalid: the text is not a time, or it lies outside of the column's range.
     """
     if pa.types.is_date64(kind):
         return pa.scalar(text).cast(pa.date32()).cast(kind)
     if pa.types.is_timestamp(kind) and kind.tz is not None:
         for unit, zone in itertools.product(("ns", kind.unit), ("UTC", None)):
-            with contextlib.suppress(pa.ArrowInvalid):  # a text names a zone, or it does not
+            with contextlib.suppress(
+                pa.ArrowInvalid
+            ):  # fails if the text names a zone, or lacks it
                 ticks = pa.scalar(text).cast(pa.timestamp(unit, zone)).cast(pa.int64())
                 return ticks.cast(pa.timestamp(unit, "UTC")).cast(kind)
     return pa.scalar(text).cast(kind)

@@ -19,8 +19,9 @@ _SIDE_MAX = 1 << 15
 class PixelView(Struct, frozen=True):
     """The form of every image of a column.
 
-    `layout` is HWC or CHW; `dtype` uint8, float16, bfloat16 or float32. `mean` and `std` are of
-    values in 0..1, as torchvision's Normalize; without them uint8 is 0..255, and floats are 0..1.
+    `layout` is HWC or CHW; `dtype` is uint8, float16, bfloat16 or float32. `mean` and `std` refer
+    to values in 0..1, as in torchvision's Normalize; without them, uint8 is 0..255 and floats are
+    0..1.
 
     Raises:  ConfigError: an unknown layout or dtype, an invalid size, or a dtype that cannot hold
     the values.
@@ -35,15 +36,19 @@ class PixelView(Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
-            raise ConfigError(f"layout {self.layout!r} is none of {', '.join(LAYOUTS)}")
+            raise ConfigError(
+                f"layout={self.layout!r} is unknown: choose one of {', '.join(LAYOUTS)}"
+            )
         if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype {self.dtype!r} is none of {', '.join(DTYPES)}")
+            raise ConfigError(f"dtype={self.dtype!r} is unknown: choose one of {', '.join(DTYPES)}")
         if not (1 <= self.height <= _SIDE_MAX and 1 <= self.width <= _SIDE_MAX):
-            raise ConfigError(f"{self.height} x {self.width} pixels: a side has 1 to {_SIDE_MAX}")
+            raise ConfigError(
+                f"an image of {self.height} x {self.width} pixels: a side has 1 to {_SIDE_MAX}"
+            )
         if self.dtype == "uint8" and (self.mean or self.std):
             raise ConfigError("uint8 cannot hold normalised values: choose a float dtype")
         if self.std and not all(self.std):
-            raise ConfigError(f"std {self.std} has a 0, which values would be divided by")
+            raise ConfigError(f"std {self.std} contains a 0, by which values would be divided")
 
     @property
     def bytes(self) -> int:
@@ -51,7 +56,8 @@ class PixelView(Struct, frozen=True):
         return self.height * self.width * COLOURS * DTYPES[self.dtype]
 
     def factors(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """(factors, offsets): each pixel value of 0..255 is multiplied, then added to.
+        """Return (factors, offsets): each pixel value of 0..255 is multiplied by a factor, and an
+        offset is added.
 
         Shapes:  results: float32[3].
         """

@@ -5,7 +5,7 @@
 1. The canonical text of a condition never changes, since saved states are compared by it.
 2. A text is never run as Python, and its depth, its parts and its numbers are limited.
 
-Pure: a trainer links it.
+Pure: a trainer imports it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ TEXT_MAX = 32 << 10
 DEPTH_MAX = 40
 NODES_MAX = 4000
 SUMS_MAX = 64
-"""Operators + - * / and % in a condition, since each may lie inside of another."""
+"""The most operators + - * / and % in a condition; limited since each may contain another."""
 
 Scalar = bool | int | float | Decimal | str
-"""A Decimal is a number with a fraction that no float has: `0.10000000000000000001`."""
+"""A Decimal is a number with a fraction that no float represents: `0.10000000000000000001`."""
 
 
 class Name(Struct, frozen=True):
@@ -39,14 +39,14 @@ class Name(Struct, frozen=True):
 
 
 class Constant(Struct, frozen=True):
-    """A number, a text, true or false; the list after `in`; or None, the null after `is`."""
+    """A number, a text, true or false; the list after `in`; or None for the null after `is`."""
 
     value: Scalar | tuple[Scalar, ...] | None
 
 
 class Operation(Struct, frozen=True):
-    """An operator and its operands: "and" and "or" have at least two, "not" and "length" one, and
-    comparisons, "in", "like", "is" and + - * / % have two.
+    """An operator and its operands. "and" and "or" have at least two operands, "not" and "length"
+    one, and comparisons, "in", "like", "is" and + - * / % have two.
     """
 
     operator: str
@@ -54,7 +54,7 @@ class Operation(Struct, frozen=True):
 
 
 class Field(Struct, frozen=True):
-    """A name that was looked up in a schema: `path` are indices into the structs below the column
+    """A name that was found in a schema: `path` are indices into the structs below the column
     `top`, `type` is a pyarrow type.
     """
 
@@ -71,7 +71,8 @@ class Stored(Struct, frozen=True):
 
 
 Node = Name | Constant | Operation | Field | Stored
-"""The parser makes no Field and no Stored: they replace names and constants once types are known.
+"""The nodes of a tree. The parser makes no Field and no Stored: they replace names and constants
+when types are known.
 """
 
 RELATIONS: Final = frozenset(("==", "!=", "<", "<=", ">", ">="))
@@ -83,7 +84,7 @@ _STRENGTH: Final = {"or": 1, "and": 2, "not": 3, **dict.fromkeys(RELATIONS | _TE
 
 
 def canonical_text(node: Node) -> str:
-    """Return one text for all ways to write this condition; it parses to the same tree."""
+    """Return the canonical text of a condition; parsing it gives the same tree."""
     match node:
         case Name(parts):
             return ".".join(map(_name_written, parts))
@@ -153,7 +154,7 @@ _SPELLED: Final = {"=": "==", "<>": "!=", **{relation: relation for relation in 
 
 
 def canonical_where(given: object) -> str:
-    """The canonical text of a loader's argument where=; "" for None.
+    """Return the canonical text of the loader's argument where=; "" for None.
 
     Raises:  ConfigError: it is not a condition.
     """
@@ -171,12 +172,12 @@ def canonical_where(given: object) -> str:
 def parse(text: str) -> Node:
     """Return the syntax tree of a condition.
 
-    Raises:  ConfigError: the text is not a condition; names the place and what may stand there.
+    Raises:  ConfigError: the text is not a condition; says where, and what is expected there.
     """
     if len(text) > TEXT_MAX:
         raise ConfigError(
-            f"where= has {len(text)} characters, and {TEXT_MAX} are allowed: make a column of what "
-            "it decides",
+            f"where= has {len(text)} characters, more than the {TEXT_MAX} that are allowed: store "
+            "its result as a column of the dataset",
             field="where",
         )
     if half := _SURROGATE.search(text):
@@ -185,7 +186,7 @@ def parse(text: str) -> Node:
 
 
 class _Token(Struct, frozen=True):
-    """A piece of the text. `word`: what it means, if it is a word or a sign."""
+    """A piece of the text. `word` is its meaning, if it is a word or a sign."""
 
     kind: str
     text: str
@@ -194,7 +195,7 @@ class _Token(Struct, frozen=True):
 
 
 class _Parser:
-    """Parses a text by recursive descent, one method for each strength of operators."""
+    """Parses a text by recursive descent, with one method for each precedence of operators."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -220,7 +221,7 @@ class _Parser:
         return self._next.word in texts
 
     def _took(self, *texts: str) -> str:
-        """Consume and return the next token if it is one of these; else return ""."""
+        """Consume and return the next token if it is one of these; otherwise return ""."""
         word = self._next.word
         if word not in texts:
             return ""
@@ -318,7 +319,7 @@ class _Parser:
                     break
             node = self._counted(self._signed())
             if not isinstance(node, Constant) or not isinstance(node.value, Scalar):
-                raise self._error("a list after 'in' has only numbers, texts, true and false")
+                raise self._error("a list after 'in' may contain numbers, texts, true and false")
             values.append(node.value)
         if not values:
             raise self._error("the list has no values")
@@ -350,7 +351,7 @@ class _Parser:
             return node
         value = node.value if isinstance(node, Constant) else None
         if isinstance(value, Decimal):
-            return Constant(value.copy_negate())  # "-" would round it to 28 digits
+            return Constant(value.copy_negate())  # unary minus would round it to 28 digits
         if isinstance(value, int | float) and not isinstance(value, bool):
             return Constant(-value)
         return self._arithmetic("-", Constant(0), node)
@@ -374,9 +375,9 @@ class _Parser:
         raise self._error(f"expected a column or a value, as in {_EXAMPLE}")
 
     def _number(self, token: _Token) -> int | float | Decimal:
-        """Parse a whole number, the float that the text stands for, or else the exact decimal."""
+        """Parse a whole number, or the float that the text denotes, or else the exact decimal."""
         written, nearest = Decimal(token.text), float(token.text)
-        # Without limits, a short text would be a fraction of a billion digits.
+        # Without limits, a short text could denote a fraction of a billion digits.
         if nearest == float("inf"):
             raise self._error("this number is too large")
         if written and not nearest:
@@ -398,7 +399,7 @@ class _Parser:
         if not self._is("("):
             return self._counted(Name(tuple(parts)))
         if [part.lower() for part in parts] != ["length"]:
-            raise self._error("there are no functions but length(…)")
+            raise self._error("the only function is length(…)")
         self._took("(")
         with self._nested():
             inner = self._sum()
@@ -429,12 +430,12 @@ def _unquoted(text: str) -> str:
 
 def _unreadable(rest: str) -> str:
     if rest[0] in "'\"`":
-        return f"the quote {rest[0]} is not closed; inside of it, it is written twice"
+        return f"the quote {rest[0]} is not closed; write it twice to use it in the text"
     if rest[0].isdigit():
-        return "this is not a number; a column whose name begins so stands in backquotes: `2nd`"
+        return "this is not a number; write a column name that begins like this as `2nd`"
     if rest[:2] in {"&&", "||"} or rest[0] in "&|!~":
         return "write 'and', 'or' and 'not'"
-    return "this character cannot stand here; a column with it stands in backquotes: `a/b`"
+    return "this character is not allowed here; write a column name that contains it as `a/b`"
 
 
 def _fault(text: str, at: int, why: str) -> ConfigError:

@@ -168,7 +168,7 @@ def test_packs_counted_for_an_index_are_counted_once_for_all_nodes(tmp_path, cap
     assert not (tmp_path / "another" / "packs").exists()
     for wrong, said in (
         ("tokens", "length=0"),
-        ("tokens,size=8", "none of"),
+        ("tokens,size=8", "is not one of"),
         ("text,length=8", "lists"),
     ):
         assert run(["index", str(target), "--pack", wrong]) == 2
@@ -329,7 +329,7 @@ def test_a_url_without_shards_is_exit_status_3(command, tmp_path, capsys):
 def test_a_folder_without_shards_is_exit_status_2(tmp_path, capsys):
     (tmp_path / "README.txt").write_text("no shard")
     assert run(["inspect", str(tmp_path)]) == 2
-    assert "of an unsupported format" in capsys.readouterr().err
+    assert "in an unsupported format" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

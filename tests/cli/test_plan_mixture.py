@@ -165,8 +165,8 @@ def test_repeated_and_missing_samples_are_warned_of(folder, capsys):
     assert "450 of 450" in shown.out
     told = " ".join(shown.err.split())
     assert "source 'math' is read 26.4 times in this epoch: its 60 samples are" in told
-    assert "source 'code' has 7.5% of the samples, and not 30.0%: it is exhausted at step" in told
-    assert "source 'math' has 26.4% of the samples, and not 20.0%: other sources are" in told
+    assert "source 'code' has 7.5% of the samples instead of 30.0%: it is exhausted at step" in told
+    assert "source 'math' has 26.4% of the samples instead of 20.0%: other sources are" in told
     assert "'web' is read" not in told
 
 
@@ -197,7 +197,7 @@ def test_what_hosts_take_and_poor_mixing_are_shown(tmp_path, capsys):
         (("--source", "{}/web.parquet"), "write NAME=URL,weight=0.7"),
         (("--source", "web={}/web.parquet,weight=much"), "write NAME=URL,weight=0.7"),
         (("--source", "web={}/web.parquet"), "a weight for each"),
-        (("--source", "web={}/web.parquet,weight=-1"), "weight=-1.0: a number, 0 or more"),
+        (("--source", "web={}/web.parquet,weight=-1"), "weight=-1.0: pass a number, 0 or more"),
         (("--source", "web={}/web.parquet,weight=1,where=idd > 1"), "idd"),
         (
             ("--source", "a={}/web.parquet,weight=1", "--source", "a={}/code.parquet,weight=1"),

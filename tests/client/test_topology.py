@@ -332,7 +332,7 @@ def test_axes_without_names_have_numbers() -> None:
     assert place(None, (2, 2), (1, 0), ["axis 0"]).dp_rank == 1
     assert place("dp tp", (2, 2), (1, 0), "dp").dp_rank == 1
     for wrong in (["pp"], [2], [-1], [True], [1.0]):
-        with pytest.raises(ConfigError, match="is no axis of DeviceMesh"):
+        with pytest.raises(ConfigError, match="is not an axis of DeviceMesh"):
             place("dp tp", (2, 2), (1, 0), wrong)
 
 

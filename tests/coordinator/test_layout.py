@@ -35,8 +35,8 @@ def test_a_rank_that_reads_another_batch_than_its_peers_is_refused_with_a_table(
     assert refusal.field == "dp_rank"
     digest = SPEC.digest()[:8]
     assert str(refusal) == (
-        "job 'j': 3 ranks ask for the batches of dp_rank 0, and with 4 ranks and dp_size 2 it has "
-        "2, so other dp ranks would lack some. All ranks must find their places in the same way: "
+        "job 'j': 3 ranks ask for the batches of dp_rank 0, but with 4 ranks and dp_size 2 only "
+        "2 can, or other dp ranks would lack some. All ranks must find their places in the same way: "
         "pass the same device_mesh= on each, or dp_rank= and dp_size=\n"
         "  host     rank    dp_rank  spec      place from\n"
         f"  host-n7  2 of 4  0 of 2   {digest}  torchrun: RANK=2, WORLD_SIZE=4  <- refused\n"
@@ -50,7 +50,10 @@ def test_one_rank_cannot_read_two_batches(machine):
     ask(machine, 1, 0)
     refusal = ask(machine, 1, 1, member="again")
     assert isinstance(refusal, SpecMismatch)
-    assert "rank 1 asks for the batches of dp_rank 1, and has joined with dp_rank 0" in str(refusal)
+    assert (
+        "rank 1 asks for the batches of dp_rank 1, but it has already joined with dp_rank 0"
+        in str(refusal)
+    )
     assert (refusal.expected, refusal.found) == (0, 1)
     machine.ask(leave("m1-i1"))
     assert ask(machine, 1, 1, member="again").generation == 1
@@ -59,7 +62,7 @@ def test_one_rank_cannot_read_two_batches(machine):
 def test_all_ranks_count_the_same_ranks(machine):
     ask(machine, 0, 0)
     refusal = ask(machine, 1, 0, world=8)
-    assert "rank 1 counts 8 ranks in all, and rank 0 counts 4" in str(refusal)
+    assert "rank 1 counts 8 ranks in all, but rank 0 counts 4" in str(refusal)
     assert refusal.field == "world_size"
     assert ask(machine, 1, 0).generation == 1
 
@@ -79,7 +82,7 @@ def test_each_stage_and_each_part_of_a_sequence_has_its_own_ranks(machine):
     machine.ask(leave("m7-i1"))
     place = {"pp_rank": 0, "pp_size": 2, "cp_rank": 1, "cp_size": 2}
     refusal = ask(machine, 7, 1, world=8, **place)
-    assert "dp_rank 1 (pp_rank 0, cp_rank 1), and with 8 ranks" in str(refusal)
+    assert "dp_rank 1 (pp_rank 0, cp_rank 1), but with 8 ranks" in str(refusal)
 
 
 def test_processes_of_one_rank_and_ranks_without_a_number_are_not_counted(machine):

@@ -175,7 +175,7 @@ def test_weights_from_a_step_that_no_job_reaches_are_refused(machine, is_read):
         machine.ask(leave("m0-i1"))
     before = machine.ask(LedgerRequest("j")).entries
     for far in ({"step": 1 << 60}, {"step": (1 << 62) // BATCH}, {"step": 0, "epoch": 1 << 62}):
-        assert "no job comes so far" in str(machine.ask(mix(**far)))
+        assert "is beyond the end of any job" in str(machine.ask(mix(**far)))
     assert machine.ask(LedgerRequest("j")).entries == before
 
 
@@ -220,7 +220,10 @@ def test_a_job_that_nobody_reads_has_them_from_where_it_is(machine):
 @pytest.mark.parametrize(
     ("promised", "why"),
     [
-        (promise(64, is_late=True), "from step 4 of epoch 0 on, at the earliest"),
+        (
+            promise(64, is_late=True),
+            "earliest step that can have other weights is step 4 of epoch 0",
+        ),
         (promise(0, refusal="it is a stone"), "rank 1 of job 'j' cannot read these weights: it is"),
         (None, "ranks 1 of job 'j' have not agreed to other weights within 60 s"),
     ],
@@ -349,7 +352,7 @@ def test_2_who_has_not_begun_promises_nothing(machine):
         machine.wait(1)
         first.beat(0), second.beat(0)
     assert "ranks 1 of job 'j' have not agreed" in str(refused := machine.ask(mix("s")))
-    assert "they have not begun to read" in str(refused)
+    assert "these ranks have not begun to read" in str(refused)
 
 
 MOVES = st.lists(

@@ -263,7 +263,7 @@ def test_several_formats_or_none_are_refused(dataset: Path, tmp_path: Path) -> N
         index_dataset(dataset, format_name="lance")
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "notes.txt").write_text("x")
-    with pytest.raises(ConfigError, match=r"notes\.txt.*of an unsupported format"):
+    with pytest.raises(ConfigError, match=r"notes\.txt.*in an unsupported format"):
         index_dataset(tmp_path / "empty")
     (tmp_path / "images" / "n01").mkdir(parents=True)
     (tmp_path / "images" / "n01" / "a.JPEG").write_bytes(b"")

@@ -44,7 +44,7 @@ def one_fork_server(run_mark: str) -> Iterator[None]:
         ({"slot_bytes": 1 << 50}, "lower slab_bytes"),
         ({"steps": StepRange(0, 10_000)}, "there are no steps"),
         ({"steps": StepRange(1 << 40, 1)}, "there are no steps"),
-        ({"step_stride": 0}, "stride from 1"),
+        ({"step_stride": 0}, "choose 0 steps or more"),
         ({"dp_rank": 3}, "dp_rank 3 is not in"),
         ({"dp_size": 1 << 40}, "dp_size is"),
         ({"cursor": 1 << 50}, "outside of an epoch"),

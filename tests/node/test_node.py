@@ -116,8 +116,8 @@ IMPOSSIBLE: tuple[tuple[dict[str, object], str], ...] = (
     ({"dp_rank": 2, "dp_size": 2}, "dp_rank 2"),
     (_of_columns(fill_null=(("y", 0.0),)), "fill_null names 'y'"),
     (_of_columns(fill_null=(("s", 0.0),)), "its nulls arrive as None"),
-    (_of_columns(fill_null=(("v", 0.5),)), "0.5 is not a value of column 'v'"),
-    (_of_columns(fill_null=(("x", 2.0**40),)), "is not a value of column 'x'"),
+    (_of_columns(fill_null=(("v", 0.5),)), "column 'v' cannot hold 0.5"),
+    (_of_columns(fill_null=(("x", 2.0**40),)), "column 'x' cannot hold"),
 )
 
 

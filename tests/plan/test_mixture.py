@@ -370,7 +370,9 @@ def test_a_temperature_makes_shares_more_equal():
 
 def test_a_temperature_drops_no_source():
     assert all(by_temperature([1, 1 << 20], 0.1))
-    with pytest.raises(ConfigError, match="a source of 10 samples would not be read beside one of"):
+    with pytest.raises(
+        ConfigError, match="a source of 10 samples would get weight 0 beside one of"
+    ):
         by_temperature([10, 1000], 0.001)
 
 

@@ -242,11 +242,11 @@ def test_users_hear_of_packs_that_waste_many_tokens() -> None:
     assert "blocks have 10.0 packs" in advice.packing(poor, spec, 250)
     assert advice.packing(Packing(many // 100, 25, many // 100, 0, 25_000), spec, 2) == ""
     cut = Packing(many, 1_800, 1_800_000, 0, 1_800_000)
-    assert "10.0% of the tokens are in no pack" in advice.packing(
+    assert "10.0% of the tokens are dropped" in advice.packing(
         cut, PackSpec("tokens", 1000, PackPolicy.WRAP), 400
     )
     padded = PackSpec("tokens", 1000, PackPolicy.PAD)
-    assert "blocks have 10.0 padded batches" in advice.packing(poor, padded, 250)
+    assert "blocks have only 10.0 padded batches" in advice.packing(poor, padded, 250)
     assert advice.packing(good, padded, 10) == ""
     assert advice.packing(cut, spec, 400) == ""  # those of long documents, as it was asked
 

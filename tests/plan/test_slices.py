@@ -190,7 +190,7 @@ def test_fewer_rows_than_ranks_in_all_are_refused():
         EpochSteps(sample_count, cursor, 4, end, 4).check_ranks(2)
     with pytest.raises(ConfigError, match=r"^epoch 2 has fewer samples \(3\) .* end=.pad"):
         EpochSteps(3, 0, 4, End.RAGGED, 4).check_ranks(2)
-    with pytest.raises(ConfigError, match=r"^behind position 8, epoch 2 has .*\(3\)"):
+    with pytest.raises(ConfigError, match=r"^after position 8, epoch 2 has .*\(3\)"):
         EpochSteps(10, 8, 4, End.RAGGED, 4).check_ranks(2)
 
 

@@ -183,11 +183,11 @@ def test_every_certificate_of_a_file_counts(examined, tmp_path):
 @pytest.mark.parametrize(
     ("allowed", "advice"),
     [
-        ("os:", "os: has functions of Python itself"),
+        ("os:", "os: contains functions of Python itself"),
         ("subprocess:run", "functions of Python itself"),
         ("os.path:", "functions of Python itself"),
         ("mine.text", "mine.text also allows all modules below it: end it with a colon"),
-        ("mine.text: os:system", "os:system has"),
+        ("mine.text: os:system", "os:system contains"),
     ],
 )
 def test_functions_that_trainers_may_name_are_told(examined, allowed, advice):

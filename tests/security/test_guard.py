@@ -179,7 +179,7 @@ def test_a_private_socket_asks_for_nothing(tmp_path):
 
 def test_without_a_token_nothing_listens_on_tcp():
     async def main():
-        with pytest.raises(ConfigError, match="no token to ask them for"):
+        with pytest.raises(ConfigError, match="no token to require from them"):
             async with serving(LOCAL, STRANGER):
                 pass
 

@@ -111,7 +111,7 @@ def test_options_of_columns_are_about_what_the_map_returns(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="codes= and map= cannot be combined"):
         next(iter(DataLoader(tmp_path, map=user_functions.nested, codes=["text"])))
     steps = {"text": [RandomResizedCrop(8)]}
-    with pytest.raises(ConfigError, match="column 'text' holds no encoded images"):
+    with pytest.raises(ConfigError, match="column 'text' does not hold encoded images"):
         next(iter(DataLoader(tmp_path, map=user_functions.nested, transforms=steps)))
 
 

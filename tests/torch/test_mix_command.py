@@ -215,7 +215,7 @@ def test_weights_with_which_no_epoch_can_be_planned_change_nothing(
     command("mix", "u", *least, "--at-step", "2", "--epoch", "0")
     for size in (1, 2):
         with ranks(folder, size, "u", **epoch) as loaders:
-            with pytest.warns(UserWarning, match=f"job 'u' changes nothing: .*: {why}"):
+            with pytest.warns(UserWarning, match=f"job 'u' is ignored: .*: {why}"):
                 assert joined([rows_of(loader) for loader in loaders]) == found
             assert len(saved(loaders[0])["mixture"]["changes"]) == 1
         wait_until_idle(command, "u")  # the next launch has the name of the first
@@ -303,11 +303,11 @@ def test_what_cannot_be_changed_is_refused(folder: Path, command: Command) -> No
             (("web=1",), "'code' is missing"),
             ((*weights(FIRST), "news=1"), "there is no source 'news'"),
             (("web=0", "code=0", "math=0"), "all weights are 0"),
-            (("web=-1", "code=1", "math=1"), "weight=-1.0: a number, 0 or more"),
+            (("web=-1", "code=1", "math=1"), "weight=-1.0: pass a number, 0 or more"),
             (("web=1", "web=2"), "give each source one weight"),
             (("web",), "give NAME=WEIGHT, such as web=0.6"),
             ((*weights(FIRST), "--epoch", "1"), "give both"),
-            ((*weights(FIRST), "--at-step", f"{1 << 61}"), "no job comes so far"),
+            ((*weights(FIRST), "--at-step", f"{1 << 61}"), "is beyond the end of any job"),
             ((*weights(FIRST), "--at-step", "9" * 30), "is not in the range"),
         ):
             assert why in command("mix", "l", *given, status=2)

@@ -378,14 +378,17 @@ def test_a_zero_for_every_column_is_different_from_no_value():
         ({"age": None}, "pass a number"),
         ({3: 1}, "3 is not the name of a column"),
         ([0], "pass a number"),
-        ({"age": 2**63 - 1}, "holds exactly"),
-        (10**400, "holds exactly"),
-        ({"age": 1.5}, "1.5 is not a value of column 'age', which holds int64"),
-        ({"age": float("nan")}, "nan is not a value of column 'age'"),
-        ({"ok": 2}, "2 is not a value of column 'ok', which holds bool"),
-        ({"s.n": 256}, "256 is not a value of column 's.n', which holds uint8"),
-        ({"price": 1e39}, r"1e\+39 is not a value of column 'price', which holds float32"),
-        ({"text": 0}, "column 'text', which holds string values: its nulls arrive as None"),
+        ({"age": 2**63 - 1}, "must have an exact double"),
+        (10**400, "must have an exact double"),
+        ({"age": 1.5}, "column 'age' cannot hold 1.5, since it holds int64"),
+        ({"age": float("nan")}, "column 'age' cannot hold nan"),
+        ({"ok": 2}, "column 'ok' cannot hold 2, since it holds bool"),
+        ({"s.n": 256}, "column 's.n' cannot hold 256, since it holds uint8"),
+        ({"price": 1e39}, r"column 'price' cannot hold 1e\+39, since it holds float32"),
+        (
+            {"text": 0},
+            "column 'text' cannot hold 0, since it holds string values: its nulls arrive as None",
+        ),
         ({"nix": 0}, "names 'nix', which is not a column of the batches; they have: age, box"),
         ({"s": 0}, "names 's', which is not a column"),
     ],
@@ -398,7 +401,7 @@ def test_what_no_column_can_hold_is_told(fill_null, says):
 @pytest.mark.parametrize("value", [1.5, float("nan"), 300])
 def test_a_number_that_fits_no_column_is_an_error(value):
     options = column_options(columns=["s.n", "ok", "text"], fill_null=value)
-    with pytest.raises(ConfigError, match="not a value of any column; they hold bool, string, uin"):
+    with pytest.raises(ConfigError, match="no column can hold it; they hold bool, string, uin"):
         check_fills(plan_columns(NULLABLE, options))
 
 

@@ -126,7 +126,7 @@ def test_sides_may_be_any_whole_numbers(number) -> None:
         {"a": [CenterCrop((8, 12))]}
     )
     for wrong in (True, 8.0, np.float64(8), (8, True), (8,), None):
-        with pytest.raises(ConfigError, match="a size is one int"):
+        with pytest.raises(ConfigError, match="a size must be one int"):
             image_specs({"a": [CenterCrop(wrong)]})
 
 
@@ -183,7 +183,10 @@ def test_only_sensible_orders_of_image_steps_are_accepted(steps) -> None:
         ([CenterCrop(8), CenterCrop(8)], r"step 2 .*cannot come after CenterCrop"),
         ([CenterCrop(8), "flip"], r"step 2 \('flip'\): is not a transform"),
         (CenterCrop(8), "pass a list"),
-        ([Resize(8), CenterCrop(9)], r"CenterCrop\(9, 9\) is larger than what Resize\(8,\)"),
+        (
+            [Resize(8), CenterCrop(9)],
+            r"CenterCrop\(9, 9\) is larger than the result of Resize\(8,\)",
+        ),
         ([CenterCrop(0)], "1 to 16384 pixels"),
         ([CenterCrop((8, 8, 8))], r"one int, or \(height, width\)"),
         ([RandomResizedCrop(8, scale=(0, 1))], "scale is"),
@@ -214,7 +217,7 @@ def test_what_means_nothing_is_refused_with_column_step_and_what_is_allowed(step
         (ColumnSpec("x", Kind.PADDED, "uint8"), "lists of uint8"),
         (ColumnSpec("x", Kind.STRING, ""), "it is text"),
         (ColumnSpec("x", Kind.OBJECT, ""), "nested values"),
-        (ColumnSpec("y", Kind.BYTES, ""), "no column of the batches.*; they have: y"),
+        (ColumnSpec("y", Kind.BYTES, ""), "not a column of the batches.*; they have: y"),
     ],
 )
 def test_a_column_without_bytes_is_refused_and_its_type_named(spec, what) -> None:

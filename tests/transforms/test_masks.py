@@ -103,7 +103,7 @@ def test_a_stack_of_columns_without_nulls_has_no_mask():
 
 def test_a_name_that_a_mask_would_take_is_refused():
     schema = pa.schema([("a", pa.int8()), ("a.is_null", pa.bool_())])
-    with pytest.raises(ConfigError, match=r"mask of column 'a' in place of column 'a.is_null'"):
+    with pytest.raises(ConfigError, match=r"adds a column 'a.is_null' for the nulls of 'a'"):
         plan_columns(schema, MASK)
     alone = ColumnOptions(("a.is_null",), nulls=NullPolicy.MASK)
     assert len(plan_columns(schema, alone).specs) == 2

@@ -286,10 +286,10 @@ def test_grey_without_a_range_is_refused(dtype: str, by: Maker) -> None:
     image = encoded(Image.fromarray(values), "TIFF")
     if dtype != "f4":
         image = _tiff(32, (values * 2**30).astype(dtype).tobytes(), 8, 16)
-    with pytest.raises(ImageError, match="of which none is white by definition"):
+    with pytest.raises(ImageError, match="for which no value is defined as white"):
         sizes([image], by)
     portable = b"Pf 16 8 -1.0\n" + values.tobytes()
-    with pytest.raises(ImageError, match="floats, of which none"):
+    with pytest.raises(ImageError, match="floats, for which no value"):
         sizes([portable], by)
 
 

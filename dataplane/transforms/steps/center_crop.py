@@ -33,7 +33,7 @@ def _faults(step: CenterCrop, steps: tuple[AnyStep, ...]) -> Iterator[str]:
             found = sides(each)
             left = found * SIDES if len(found) == 1 else found
             if any(side > room for side, room in zip(kept, left, strict=False)):
-                yield f"CenterCrop{kept} is larger than what Resize{found} leaves"
+                yield f"CenterCrop{kept} is larger than the result of Resize{found}"
 
 
 def _place(step: CenterCrop, crops: Crops, drawn: Floats) -> Crops:

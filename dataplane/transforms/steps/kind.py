@@ -1,6 +1,6 @@
-"""The declarations in each step's file: its place in a list, its parameters, its draws, its code.
+"""The declarations that each step's file makes: its group, its parameters, its draws, its code.
 
-Each step belongs to a group, which says what code it has:
+The group of a step says which code it has:
 
 RESIZE, CUT, MIRROR   `place` computes which part of each image becomes the result
 PIXELS                `change` or, with `in_c`, a C function changes resized pixels in place
@@ -28,7 +28,7 @@ Values = TypeVar("Values")
 
 class StepGroup(enum.IntEnum):
     """Groups of steps, in the order in which they run. A list has at most one step of each group,
-    except for PIXELS, which run in the order of the list, and FORM, where the order has no meaning.
+    except for PIXELS, which run in the order of the list, and FORM, whose order has no effect.
     """
 
     RESIZE = 0
@@ -54,8 +54,8 @@ class Crops(Struct, frozen=True, eq=False):
 
 
 class SpecFields(Struct, Generic[Values], frozen=True):
-    """The way in which a step is stored in fields of an `ImageSpec`. Saved digests cover these
-    fields, so they do not change. New steps have no fields: they are entries of `ImageSpec.steps`.
+    """How a step is stored in fields of an `ImageSpec`. Saved digests cover these fields, so they
+    never change. New steps have no fields: they are stored in `ImageSpec.steps`.
     """
 
     write: Callable[[Values, ImageSpec], ImageSpec]
@@ -99,7 +99,7 @@ class StepKind(Struct, Generic[Values], frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """The name that users know; also part of the key for its draws."""
+        """The name that users know; the key of its draws contains it."""
         return self.step.__name__
 
     def of_numbers(self, numbers: tuple[float, ...]) -> Values:
@@ -113,7 +113,7 @@ class StepKind(Struct, Generic[Values], frozen=True, kw_only=True):
 
 
 def numbers_of(step: AnyStep) -> tuple[float, ...]:
-    """The parameters of a step as a saved spec and C code get them: the numbers of each field."""
+    """Return the parameters of a step, field by field, as saved specs and C code contain them."""
     found: list[float] = []
     for name in step.__struct_fields__:
         value = getattr(step, name)

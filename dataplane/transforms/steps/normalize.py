@@ -16,8 +16,8 @@ from dataplane.transforms.view import COLOURS, PixelView
 
 
 class Normalize(Struct, frozen=True):
-    """(value - mean) / std, one of each for red, green and blue, of values from 0 to 1. The result
-    is float32 unless ToDtype says otherwise.
+    """(value - mean) / std for values from 0 to 1, with one mean and std each for red, green and
+    blue. The result is float32 unless ToDtype says otherwise.
     """
 
     mean: Sequence[float]
@@ -34,9 +34,9 @@ def _faults(step: Normalize, steps: tuple[AnyStep, ...]) -> Iterator[str]:
     if ToDtype("uint8") in steps:
         yield "Normalize gives fractions, which ToDtype('uint8') cannot hold"
     if not all(value > 0 for value in step.std):
-        yield f"Normalize's std is {step.std}: above 0"
+        yield f"Normalize's std is {step.std}: each must be above 0"
     if not len(step.mean) == len(step.std) == COLOURS:
-        yield "Normalize has a mean and a std for each of three colours"
+        yield "Normalize needs a mean and a std for each of three colours"
 
 
 def _view(step: Normalize, view: PixelView) -> PixelView:

@@ -23,7 +23,7 @@ def pair(given: Size, where: str) -> tuple[int, int]:
     match sides:
         case [int(height), int(width)]:
             return height, width
-    raise ConfigError(f"{where}: a size is one int, or (height, width)", field="transforms")
+    raise ConfigError(f"{where}: a size must be one int, or (height, width)", field="transforms")
 
 
 def numbers(given: Sequence[float], count: int, name: str, where: str) -> tuple[float, ...]:
@@ -50,4 +50,4 @@ def sides_fault(sides: Sequence[int]) -> str:
     """Describe the problem of these sides of an image, in pixels; "" if they are valid."""
     if all(1 <= side <= SIDE_MAX for side in sides):
         return ""
-    return f"every side has 1 to {SIDE_MAX} pixels, not {tuple(sides)}"
+    return f"every side must have 1 to {SIDE_MAX} pixels, not {tuple(sides)}"

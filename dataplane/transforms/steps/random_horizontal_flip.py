@@ -27,7 +27,7 @@ def _checked(step: RandomHorizontalFlip, where: str) -> RandomHorizontalFlip:
 def _faults(step: RandomHorizontalFlip, steps: tuple[AnyStep, ...]) -> Iterator[str]:
     del steps
     if not 0 <= step.p <= 1:
-        yield f"RandomHorizontalFlip's p is {step.p}: 0 to 1"
+        yield f"RandomHorizontalFlip's p is {step.p}: it must be 0 to 1"
 
 
 def _place(step: RandomHorizontalFlip, crops: Crops, drawn: Floats) -> Crops:

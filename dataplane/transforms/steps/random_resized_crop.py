@@ -1,7 +1,7 @@
 """RandomResizedCrop: a random part of every image, resized.
 
-Logarithms and powers are computed from sums and products: those of libraries differ in the last bit
-between machines, and so would crops.
+Logarithms and powers are computed from sums and products, since the results of math libraries
+differ in the last bit between machines, and so would crops.
 """
 
 from __future__ import annotations
@@ -47,12 +47,13 @@ def _faults(step: RandomResizedCrop, steps: tuple[AnyStep, ...]) -> Iterator[str
     del steps
     if not _is_range(step.scale, 1.0):
         yield (
-            f"RandomResizedCrop's scale is {step.scale}: two shares of the area, 0 < least <= most "
-            "<= 1"
+            f"RandomResizedCrop's scale is {step.scale}: it must be two shares of the area, "
+            "0 < least <= most <= 1"
         )
     if not _is_range(step.ratio, math.inf):
         yield (
-            f"RandomResizedCrop's ratio is {step.ratio}: two of width by height, 0 < least <= most"
+            f"RandomResizedCrop's ratio is {step.ratio}: it must be two ratios of width to height, "
+            "0 < least <= most"
         )
 
 
@@ -61,8 +62,8 @@ def _is_range(given: Sequence[float], most: float) -> bool:
 
 
 def _place(step: RandomResizedCrop, crops: Crops, drawn: Floats) -> Crops:
-    """Take the first of ten tries that fits, else the largest part in the middle whose ratio is
-    allowed.
+    """Take the first of ten random parts that fits into the image, and if none fits, the largest
+    centred part whose ratio is allowed.
 
     Source:  torchvision.transforms.RandomResizedCrop.get_params
     """
@@ -98,7 +99,7 @@ def _largest(whole: Floats, low: float, high: float) -> Floats:
 
 
 def power(base: float, exponents: Floats) -> Floats:
-    """`base` to each power, using only sums and products.
+    """Compute `base` to each power, using only sums and products.
 
     Shapes:  exponents, result: float64[...].
     """
@@ -106,13 +107,13 @@ def power(base: float, exponents: Floats) -> Floats:
 
 
 def logarithm(value: float) -> float:
-    """The natural logarithm, using only sums and products."""
+    """Compute the natural logarithm, using only sums and products."""
     fraction, doublings = math.frexp(value)
     return _atanh_series(fraction) + doublings * -_atanh_series(0.5)
 
 
 def _atanh_series(value: float) -> float:
-    """The logarithm of a value in [1/2, 1]."""
+    """Compute the logarithm of a value in [1/2, 1]."""
     step = (value - 1) / (value + 1)
     total, term = 0.0, step
     for odd in range(1, 4 * _TERMS, 2):

@@ -16,21 +16,21 @@ from dataplane.transforms.steps.parameters import Size, pair, sides_fault
 
 SIDES = 2
 KEEPS_RATIO: Final = (
-    "Resize(int) keeps the ratio of each image; pass Resize((height, width)), or let a CenterCrop "
-    "follow"
+    "Resize(int) keeps the ratio of each image: pass Resize((height, width)), or add a CenterCrop "
+    "after it"
 )
 
 
 class Resize(Struct, frozen=True):
-    """To (height, width); an int is the length of the shorter side, and a CenterCrop must follow:
-    batches need images of one size.
+    """Resizes to (height, width). With one int, the shorter side gets this length, and a CenterCrop
+    must follow, since the images of a batch must have one size.
     """
 
     size: Size
 
 
 def sides(step: Resize) -> tuple[int, ...]:
-    """The shorter side, or height and width."""
+    """Return the shorter side, or height and width."""
     return (step.size,) if isinstance(step.size, int) else tuple(step.size)
 
 
@@ -43,7 +43,7 @@ def _faults(step: Resize, steps: tuple[AnyStep, ...]) -> Iterator[str]:
     del steps
     found = sides(step)
     if len(found) > SIDES:
-        yield f"resize is {found}: pass nothing, the shorter side, or height and width"
+        yield f"resize is {found}: it must be empty, the shorter side, or height and width"
     if fault := sides_fault(found):
         yield fault
 
@@ -56,7 +56,7 @@ def _size(step: Resize) -> tuple[int, int] | None:
 
 
 def _place(step: Resize, crops: Crops, drawn: Floats) -> Crops:
-    """Scale the whole image. Of one int, the long side is rounded down.
+    """Scale the whole image. With one int, the longer side is rounded down.
 
     Source:  torchvision.transforms.v2.functional.resize
     """

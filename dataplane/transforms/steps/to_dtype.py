@@ -16,7 +16,7 @@ from dataplane.transforms.view import DTYPES, PixelView
 
 
 class ToDtype(Struct, frozen=True):
-    """uint8 is 0 to 255; float16, bfloat16 and float32 are 0 to 1. A name, or torch's dtype."""
+    """The dtype, as a name or torch's. uint8 is 0 to 255; float16, bfloat16, float32 are 0 to 1."""
 
     dtype: object
 
@@ -28,7 +28,7 @@ def _checked(step: ToDtype, where: str) -> ToDtype:
 def _faults(step: ToDtype, steps: tuple[AnyStep, ...]) -> Iterator[str]:
     del steps
     if step.dtype not in DTYPES:
-        yield f"dtype {step.dtype!r} is none of {', '.join(DTYPES)}"
+        yield f"dtype {step.dtype!r} is unknown: choose one of {', '.join(DTYPES)}"
 
 
 def _view(step: ToDtype, view: PixelView) -> PixelView:

@@ -23,7 +23,7 @@ class ToLayout(Struct, frozen=True):
 def _faults(step: ToLayout, steps: tuple[AnyStep, ...]) -> Iterator[str]:
     del steps
     if step.layout not in LAYOUTS:
-        yield f"layout {step.layout!r} is none of {', '.join(LAYOUTS)}"
+        yield f"layout {step.layout!r} is unknown: choose one of {', '.join(LAYOUTS)}"
 
 
 def _view(step: ToLayout, view: PixelView) -> PixelView:
