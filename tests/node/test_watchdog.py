@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import random
 import select
 import subprocess
 import sys
@@ -86,33 +85,6 @@ def test_a_call_that_blocks_holds_the_loop_and_is_named(caplog: pytest.LogCaptur
     assert f"{__name__}:wait_for_a_file_server:" in str(line["at"])
 
 
-def test_a_thread_that_keeps_the_interpreter_to_itself_holds_the_loop(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """One long call in C that does not release the interpreter lock."""
-    chance = random.Random(1)
-    numbers = [chance.random() for _ in range(400_000)]
-
-    async def tick() -> None:
-        for _ in range(10_000):
-            await asyncio.sleep(0.001)
-
-    async def play() -> None:
-        dog = Watchdog(Trace("test"))
-        dog.start()
-        try:
-            sorting = asyncio.create_task(asyncio.to_thread(sorted, numbers))
-            ticking = asyncio.create_task(tick())
-            await sorting
-            ticking.cancel()
-        finally:
-            dog.close()
-
-    asyncio.run(play())
-    assert lines_of(caplog)
-    assert max(line["waited_ms"] for line in lines_of(caplog)) > 20
-
-
 def test_holds_that_follow_each_other_make_one_line(caplog: pytest.LogCaptureFixture) -> None:
     times = iter((0.03, 0.05, 0.08, 0.03))
     seen = seen_of(lambda: compute_for(next(times)), count=4)
@@ -139,7 +111,7 @@ def test_people_hear_only_of_holds_for_which_a_batch_may_have_been_late(
 ) -> None:
     dog = Watchdog(Trace("test"))
     dog._keep(Hold(ran_s, waited_s, at))
-    dog._tell()
+    dog._log()
     assert [one.levelname for one in caplog.records] == ["WARNING" if matters else "DEBUG"]
 
 
