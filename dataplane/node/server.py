@@ -24,11 +24,10 @@ from dataplane.index.slow import work_on
 from dataplane.metrics.table import Reading
 from dataplane.model.config import PROTOCOL_VERSION, VERSION, NodeConfig
 from dataplane.model.errors import ConfigError, DataplaneError, PeerLost, VersionMismatch
-from dataplane.node import readings
 from dataplane.node.door import Door, done_before, wait_stop
 from dataplane.node.engine import Engine
 from dataplane.node.fetch import Fetcher
-from dataplane.node.heartbeat import Heartbeat
+from dataplane.node.heartbeat import Heartbeat, readings_of_node
 from dataplane.node.jobs import Jobs
 from dataplane.node.making import Neighbourhood
 from dataplane.node.manifests import EarlyOpening, ManifestSources, NodeStores
@@ -501,7 +500,7 @@ class NodeServer:
     def readings(self) -> Iterator[Reading]:
         """The present values of this node's metrics."""
         counts = self._pool, self._fetcher.origin, self._stores, self.outages, self._watchdog
-        return readings.of_node(self.jobs, self.engine, self._neighbours.reads(), *counts)
+        return readings_of_node(self.jobs, self.engine, self._neighbours.reads(), *counts)
 
     async def run(self, stop: asyncio.Event, ready: Callable[[], None]) -> None:
         """Serve until `stop` is set and the last trainer is gone, or, embedded, until idle."""
