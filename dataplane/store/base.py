@@ -11,7 +11,7 @@ from typing_extensions import Buffer
 from dataplane.model.records import ObjectInfo
 
 LAST = "\U0010ffff" * 256
-"""Comes after all keys, which have at most 1024 bytes."""
+"""A text that sorts after all keys, since these have at most 1024 bytes."""
 
 
 class NotInOrderError(Exception):
@@ -21,8 +21,11 @@ class NotInOrderError(Exception):
 class Store(Protocol):
     """One bucket, container or file system. Every url is a full one ("s3://bucket/key").
 
-    Calls block, may come from any thread, and raise only the StoreError family and
-    DatasetChangedError: other exceptions are converted inside.
+    Calls block, may come from any thread, and raise only StoreError, its subclasses, and
+    DatasetChangedError: other exceptions are converted.
+
+    Stores are synchronous, since that is easier to implement, and blocks are so large that the cost
+    of a thread is negligible.
     """
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
@@ -55,14 +58,12 @@ class Store(Protocol):
 
 @runtime_checkable
 class Filling(Protocol):
-    """A store that can read directly into given memory. For other stores, bytes are copied
-    there.
-    """
+    """A store that can read directly into given memory. From other stores, bytes are copied."""
 
     def read_into(self, url: str, offset: int, etag: str, *into: memoryview) -> None:
         """Fill these buffers, one after the other, with the object's bytes from `offset` on, in one
-        request. Their content is undefined while this runs and after an error. Nothing is written
-        before the thread's race (store/reads.py) has called `sent`, which makes the memory ready
+        request. Their content is undefined while this runs, and after an error. Nothing is written
+        before `sent` of the thread's race (store/reads.py) was called, which prepares the memory
         while the answer is on its way.
 
         Shapes:  into: uint8, writable, contiguous.
@@ -87,7 +88,7 @@ class Restricted(Protocol):
     """A store that opens only some of its urls."""
 
     def opens(self, url: str) -> bool:
-        """Whether the store opens this url."""
+        """Return whether the store opens this url."""
 
 
 @runtime_checkable
@@ -103,8 +104,8 @@ class Pinning(Protocol):
 
 
 class Page(Struct, frozen=True):
-    """Objects in url order, and whether more follow. Objects without bytes are separate, and in any
-    order: an object listed as "folder" may have come where "folder/" belongs.
+    """Objects in url order, and whether more follow. Objects without bytes are separate, in any
+    order, since an object listed as "folder" may be in the place of "folder/".
     """
 
     objects: list[ObjectInfo]
@@ -114,10 +115,10 @@ class Page(Struct, frozen=True):
 
 @runtime_checkable
 class Paged(Protocol):
-    """A store that can list from any key on."""
+    """A store that can list objects from any key on."""
 
     def has_pages(self) -> bool:
-        """Whether the store can list in pages, as far as is known."""
+        """Return whether the store can list in pages, as far as is known."""
 
     def page(self, prefix: str, after: str | None) -> Page:
         """List the first objects whose urls start with `prefix`, and come after the url `after`

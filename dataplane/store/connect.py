@@ -29,10 +29,10 @@ class Stores:
     """Opens stores and keeps them, since open connections make later reads fast.
 
     `request_timeout_s` bounds one request. If a store does not answer, a call retries until it has
-    failed for `budget_s`. `observe` is called about stores that are away: see `outage`. `pauses`
-    exchanges requests to slow down with other processes. `policy` says which urls may be opened.
-    `is_settled`: keep the environment of the first call, since reading it takes longer than finding
-    a store.
+    failed for `budget_s`. `observe` is called about stores that do not answer: see `outage`.
+    `pauses` exchanges stores' requests to slow down with other processes. `policy` says which urls
+    may be opened. With `is_settled`, the environment of the first call is kept, since reading it
+    takes longer than finding a store.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Stores:
             return store
 
     def trouble(self, url: str) -> StoreError | None:
-        """Return why reads of this url are waiting now, if they are."""
+        """Return why reads of this url are waiting now; None if they are not."""
         stores = self._of(base_of(url))
         return next((error for store in stores if (error := store.trouble(url))), None)
 
@@ -151,14 +151,12 @@ def _opened(base: str, request_timeout_s: float) -> Store:
 
 
 def connect(url: str) -> Store:
-    """The store of this url, from those shared by the whole process. See `Stores.connect`."""
+    """Return the store of this url, from those that the whole process shares: `Stores.connect`."""
     return _SHARED.connect(url)
 
 
 def forget() -> None:
-    """Close the shared stores, after a configuration change outside of the environment, and in
-    tests.
-    """
+    """Close the shared stores, after a change of configuration outside of the environment."""
     _SHARED.close()
 
 

@@ -43,7 +43,7 @@ _IDLE_S = 20.0
 _SILENCE_PARTS = 3
 _PROBES = 3
 _DIRECT_BYTES_MIN = 256 << 10
-"""From how many bytes on it pays to receive them without http.client."""
+"""From this size on, receiving without http.client is faster."""
 _HEAD_BYTES = io.DEFAULT_BUFFER_SIZE
 _COPY_BYTES = 256 << 10
 
@@ -52,8 +52,8 @@ Connect = Callable[[http.client.HTTPConnection], None]
 
 
 class TimedConnection(http.client.HTTPConnection):
-    """A connection whose answers end at a deadline. A socket's timeout alone bounds each receive
-    call, and an answer may take as many calls as it has bytes.
+    """A connection whose answers end at a deadline. The timeout of a socket would not suffice: it
+    bounds each receive call, and an answer may take as many calls as it has bytes.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -74,7 +74,7 @@ class _Answer(http.client.HTTPResponse):
     def __init__(self, sock: socket.socket, patience: Patience, method: str | None) -> None:
         super().__init__(sock, method=method)
         self.fp.close()
-        # Reads of more than its buffer go past it, straight into the destination.
+        # Reads larger than the buffer bypass it and go straight to the destination.
         self.arriving = _Arriving(sock, patience)
         self.fp = io.BufferedReader(self.arriving, _HEAD_BYTES)
 
@@ -90,7 +90,7 @@ class _Arriving(io.RawIOBase):
 
     def __init__(self, sock: socket.socket, patience: Patience) -> None:
         self._sock, self._patience = sock, patience
-        # Keeps the socket open if its connection is closed before the end of the last answer.
+        # Keeps the socket open if its connection is closed before the last answer was read.
         self._hold = sock.makefile("rb", buffering=0)
 
     def readable(self) -> bool:
@@ -99,7 +99,7 @@ class _Arriving(io.RawIOBase):
     def readinto(self, into: Buffer) -> int:
         """Raises:  TimeoutError."""
         wait_s, late = self._wait_s()
-        if wait_s != self._sock.gettimeout():  # to set it is a system call
+        if wait_s != self._sock.gettimeout():  # setting it is a system call
             self._sock.settimeout(wait_s)
         try:
             return self._sock.recv_into(into)
@@ -115,7 +115,7 @@ class _Arriving(io.RawIOBase):
         return receive_into_memory(self._sock, into, self._patience)
 
     def _wait_s(self) -> tuple[float, type[TimeoutError]]:
-        """How long the next bytes may take, and the error if they take longer."""
+        """Return how long the next bytes may take, and the error to raise if they take longer."""
         left_s, silence_s = self._patience.deadline - time.monotonic(), self._patience.silence_s
         if min(left_s, silence_s) <= 0:
             raise TimeoutError
@@ -140,7 +140,7 @@ class Connections:
         self._lock = threading.Lock()
         self._idle: _Idle = {}
         self._tls: ssl.SSLContext | None = None
-        # Not by __del__: in a cycle the sockets could be finalized first, and complain.
+        # Not in __del__: in a reference cycle, the sockets might be finalized first, and warn.
         weakref.finalize(self, _close_all, self._idle).atexit = False
 
     @property
@@ -201,12 +201,12 @@ class Connections:
         connection.patience.silence_s = self._silence_s
         is_tls = _is_tls(connection)
         for part in into:
-            # Where there is a sink, the memory is new: the kernel need neither clear it nor map it.
+            # A sink exists for memory that is new: the kernel need neither clear nor map it.
             sink = None if is_tls else race.sink(part)
             if sink is None:
                 race.sent()
             count = 0 if is_tls else _direct(answer, part, sink)
-            # The answer notices its end only if it reads to it itself.
+            # http.client notices the end of the answer only if it reads up to it.
             if sink is None:
                 count += _received(answer, part[count:])
             else:
@@ -215,8 +215,8 @@ class Connections:
                 raise ConnectionResetError(f"closed after {count} bytes of {len(part)}")
 
     def give_back(self, base: str, connection: TimedConnection, *, is_whole: bool) -> None:
-        """Return a connection that is no longer in use. `is_whole`: all of the answer was read, so
-        it may be reused.
+        """Return a connection that is no longer in use. If `is_whole`, all of the answer was read,
+        so the connection may be reused.
         """
         if is_whole:
             with self._lock:
@@ -261,8 +261,8 @@ def _is_tls(connection: TimedConnection) -> bool:
 
 
 def _direct(answer: http.client.HTTPResponse, into: memoryview, sink: Sink | None) -> int:
-    """Receive the next bytes of an answer but for the last one, past http.client. Fewer are
-    received if the answer ends, or none if this kernel or this answer is not suitable.
+    """Receive all but the last of the next bytes of an answer, bypassing http.client. Returns fewer
+    if the answer ends, and none if this kernel or this answer is not suitable.
 
     Raises:  as `Connections.fill`.
     """
@@ -270,7 +270,7 @@ def _direct(answer: http.client.HTTPResponse, into: memoryview, sink: Sink | Non
     if not is_long or not isinstance(answer, _Answer) or answer.chunked or answer.length is None:
         return 0
     end = min(len(into), answer.length) - 1
-    head = answer.read1(_HEAD_BYTES)  # what came with the head
+    head = answer.read1(_HEAD_BYTES)  # bytes that arrived with the headers
     at = len(head)
     if sink is None:
         into[:at] = head
@@ -283,8 +283,8 @@ def _direct(answer: http.client.HTTPResponse, into: memoryview, sink: Sink | Non
 
 
 def _copied(answer: http.client.HTTPResponse, sink: Sink, length: int) -> int:
-    """Copy the next `length` bytes of an answer to where they belong, by way of our own memory.
-    Fewer are copied only if the answer ends.
+    """Copy the next `length` bytes of an answer into a sink, through a buffer. Returns fewer only
+    if the answer ends.
 
     Raises:  as `Connections.fill`.
     """
@@ -354,7 +354,7 @@ _PAUSE_S = 60.0
 
 
 class Refused(Exception):
-    """The answer is not the requested bytes, for an unknown reason."""
+    """The answer is not the requested bytes, and its headers do not say why."""
 
 
 class DirectReads:
@@ -369,8 +369,8 @@ class DirectReads:
 
     @property
     def is_of_use(self) -> bool:
-        """Whether to try direct requests: not after repeated refusals, which mean that the server
-        needs another kind of request.
+        """Return whether to try direct requests. After repeated refusals they pause, since the
+        server seems to need another kind of request.
         """
         return not self._off_until or time.monotonic() > self._off_until
 
@@ -423,7 +423,7 @@ class DirectReads:
 
 
 def is_possible(environment: Mapping[str, str]) -> bool:
-    """Whether direct requests are possible: no proxy is set, and requests are signed."""
+    """Return whether direct requests are possible: no proxy is set, and requests are signed."""
     upper = {name.upper(): value for name, value in environment.items() if value}
     through = {"HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "AWS_PROXY_URL", "PROXY_URL"}
     return not through & upper.keys() and "AWS_SKIP_SIGNATURE" not in upper
@@ -437,10 +437,10 @@ def _split(signed: str) -> tuple[str, str]:
 def _check(url: str, answer: http.client.HTTPResponse, offset: int, length: int, etag: str) -> None:
     """Check that the answer is the requested range."""
     if issubclass(kind_of(answer.status), UNREACHABLE):
-        # To ask again at once would double the load.
+        # Not repeated through obstore: that would double the load of a failing store.
         raise refusal(url, answer.status)
-    # The range of an object that is stored compressed is of its compressed bytes. An answer that
-    # the server compresses has another length.
+    # An object that is stored compressed has ranges of its compressed bytes, as requested; if the
+    # server itself compresses the answer, the length differs.
     span = _SPAN.match(answer.getheader("Content-Range", ""))
     if (
         answer.status != 206

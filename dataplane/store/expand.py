@@ -53,7 +53,7 @@ def expand(urls: Url | Iterable[Url], stores: Connect) -> list[ObjectInfo]:
     A name is a url or path; braces, wildcards and folders expand to many. A folder expands to all
     objects below it that are not hidden (see urls) and form one dataset (see layouts). Objects of
     a repository with revisions have urls at the present commit. `stores` returns the store of a
-    url. An object without bytes may stand for a folder: see `missing`.
+    url. Objects without bytes that only represent a folder are included: see `missing`.
 
     Raises:  ConfigError: an object is listed twice, a name is not a url, or a name matches
     something other than one dataset.  ShardNotFound: a name matches nothing; suggests similar ones.
@@ -67,14 +67,14 @@ def expand(urls: Url | Iterable[Url], stores: Connect) -> list[ObjectInfo]:
     roots: dict[str, None] = {}
     for name, (matches, above) in zip(names, _matches(names, stores), strict=True):
         roots.update(dict.fromkeys(above))
-        # Stores list in this order. A sort of a million keeps all other threads waiting.
+        # Stores list in this order. Sorting a million urls would block all other threads.
         if any(info.url > next_.url for info, next_ in pairwise(matches)):
             matches.sort(key=lambda info: info.url)
         for info in matches:
             key = canonical(info.url)
             if key in by_name:
                 if not info.size_bytes:
-                    continue  # it may be a folder
+                    continue  # may be an object that represents a folder
                 at = list(by_name).index(key)
                 first = names[bisect_right(counts, at)]
                 raise ConfigError(
@@ -90,15 +90,15 @@ def expand(urls: Url | Iterable[Url], stores: Connect) -> list[ObjectInfo]:
     same = same_files(listed)
     if same is not None:
         raise ConfigError(
-            f"{same[0].url} and {same[1].url} are one file, by a link: {_ONCE}",
+            f"{same[0].url} and {same[1].url} are the same file, by a link: {_ONCE}",
             shard=same[1].url,
         )
     return listed
 
 
 def missing(listed: Iterable[ObjectInfo], stores: Connect) -> set[str]:
-    """Return the urls of listed objects that do not exist: see `Store.list`. Each needs a request
-    of its own; many are sent at a time.
+    """Return the urls of listed objects that do not exist (see `Store.list`). Each needs a request
+    of its own; many are sent concurrently.
 
     Raises:  Errors of the stores.
     """
@@ -155,11 +155,11 @@ def _in_parallel(call: Callable[[T], R], given: Iterable[T]) -> Iterator[R]:
 
 
 def _patterns(name: Url) -> Iterator[str]:
-    """The patterns of one name."""
+    """Yield the patterns of one name."""
     url = normalise(name)
     path = local_path(url)
     if path is not None and exists(path):
-        yield url  # whatever braces and stars its name has
+        yield url  # an existing file, whose name may contain braces and stars
     else:
         yield from braces(url)
 
@@ -181,7 +181,7 @@ def _pinned(url: str, stores: Connect, commits: dict[tuple[str, str], str]) -> s
 
 
 def _objects(pattern: str, stores: Connect) -> _Found:
-    """The objects of a pattern."""
+    """Return the objects that a pattern matches."""
     path = local_path(pattern)
     is_literal = not is_glob(pattern) or (path is not None and exists(path))
     return _named(pattern, stores) if is_literal else _matching(pattern, stores)
@@ -220,7 +220,7 @@ def _named(url: str, stores: Connect) -> _Found:
 
 
 def _of_folder(name: str, folder: str, below: Sequence[ObjectInfo], store: Store) -> _Found | None:
-    """The objects below the folder that a user's name means; None if it shows none."""
+    """Return the objects below the folder that a user's name means; None if it shows none."""
     shown = [info for info in below if not is_hidden(info.url[len(folder) :])]
     if not shown:
         return None
@@ -233,7 +233,7 @@ def _of_folder(name: str, folder: str, below: Sequence[ObjectInfo], store: Store
 def _matching(pattern: str, stores: Connect) -> _Found:
     prefix, store = literal_prefix(pattern), stores(pattern)
     listed = list(store.list(prefix))
-    # An object of exactly this name is meant, whatever brackets and stars the name has.
+    # An object of exactly this name is meant, even if the name contains brackets and stars.
     exact = [info for info in listed if info.url == pattern]
     if exact:
         return exact, ()
@@ -286,7 +286,7 @@ def _near_file(url: str) -> str:
     import difflib
 
     names = sorted(entry.name for entry in islice(os.scandir(folder), 10_000))
-    # The text before a wildcard is a prefix.
+    # The text before a wildcard is only the beginning of a name: compare with beginnings.
     starts = {name[: len(path.name) + 1]: name for name in reversed(names)}
     near = difflib.get_close_matches(path.name, names, n=_NAMES_SHOWN) or [
         starts[start] for start in difflib.get_close_matches(path.name, starts, n=1)
@@ -310,5 +310,5 @@ def _some(infos: Sequence[ObjectInfo]) -> str:
 
 
 def _can_be_folder(url: str) -> bool:
-    """Whether a url may name a folder; http servers have only files, since they cannot list."""
+    """Return whether a url may name a folder; not on http servers, which cannot list."""
     return not url.startswith(("http://", "https://"))

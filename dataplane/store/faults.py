@@ -1,8 +1,8 @@
-"""Faults of stores, as tables: how each shows, which error it becomes, and how it is tried again.
+"""Faults of stores, as tables: how each appears, which error it becomes, and how it is retried.
 
-All stores and the retries use these two. `FAULTS` has the meanings of answers. `BREAKS` has the
-ways in which a connection fails. Nearly all pass: a server restarts, the network is down, DNS does
-not know a name yet. Those in `LASTING` are plain StoreErrors, raised at once.
+All stores and the retries use two tables. `FAULTS` has the meanings of answers. `BREAKS` has the
+ways in which a connection fails. Nearly all are temporary: a server restarts, the network is down,
+DNS does not know a name yet. Those in `LASTING` are not, and are raised at once as StoreErrors.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from dataplane.model.errors import (
 
 
 class Wait(Struct, frozen=True):
-    """The growth of waits: `base_s`, doubled each time, up to `cap_s`. The actual wait is uniformly
-    random between zero and that ("full jitter").
+    """How waits grow: from `base_s`, doubled each time, up to `cap_s`. The actual wait is uniformly
+    random between zero and this span ("full jitter").
 
     Source: M. Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015.
     """
@@ -54,9 +54,10 @@ class Clock(Struct, frozen=True):
 
 
 class Fault(Struct, frozen=True):
-    """One kind of fault, in an answer with one of these HTTP statuses or error codes. `wait`: how a
-    call pauses before it tries again; None: it never does. `attempts_max`: after so many attempts
-    it gives up, even if time is left. `is_answer`: the fault shows that the store answers.
+    """One kind of fault: an answer with one of these HTTP statuses or error codes. `wait` is how a
+    call pauses before it is retried; None means that it is not retried. After `attempts_max`
+    attempts a call gives up, even if time is left. `is_answer` is true if the fault proves that the
+    store answers.
     """
 
     error: type[StoreError]
@@ -68,17 +69,17 @@ class Fault(Struct, frozen=True):
     codes: tuple[str, ...] = ()
 
 
-# The first row that has the status or the code counts. S3 gives codes with status 400, too.
+# The first row that has the status or the code is used. S3 sends some codes with status 400.
 FAULTS = (
-    # All callers of a store that asks to slow down leave it alone (see SlowDown in retry.py), so a
-    # call itself does not pause.
+    # If a store asks to slow down, all of its callers pause (SlowDown in retry.py), so the call
+    # itself need not.
     Fault(
         StoreThrottled,
         "the store asks to slow down",
         wait=Wait(base_s=0.0, cap_s=0.0),
         statuses=frozenset({429, 503}),
     ),
-    # 501 and 505 are about what a server cannot do at all.
+    # Not 501 and 505, which say that a server will never support a request.
     Fault(
         StoreUnavailable,
         "the store reported an internal failure",
@@ -150,7 +151,7 @@ def shortened(text: str) -> str:
 
 
 class SilentError(TimeoutError):
-    """A server sent a part of an answer, and then nothing for too long."""
+    """A server sent part of an answer, and then nothing for too long."""
 
 
 class Why(enum.Enum):
@@ -169,7 +170,8 @@ class Why(enum.Enum):
 
 class Break(Struct, frozen=True):
     """One way in which a connection fails: what to check ({port} and {host} depend on the scheme),
-    Python's exceptions and error numbers, and words of obstore's messages or reasons of ssl.
+    and how it is recognized: by Python's exceptions and error numbers, or by words in obstore's
+    messages or in ssl's reasons.
     """
 
     advice: str = ""
@@ -181,7 +183,7 @@ class Break(Struct, frozen=True):
 _NETWORK = frozenset(
     {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL}
 )
-# In this order: a SilentError is a TimeoutError, too.
+# The first match is used. A SilentError is also a TimeoutError.
 BREAKS = {
     Why.UNTRUSTED: Break(
         ": check the host name, the clock, and the certificate authorities of this machine",
@@ -216,7 +218,7 @@ BREAKS = {
     Why.BROKEN: Break(exceptions=(ConnectionError,)),
 }
 LASTING = (Why.UNTRUSTED, Why.NO_TLS)
-# A disk or a network file system may recover from these, and a process may close descriptors.
+# A disk or a network file system may recover from these; a process may close descriptors.
 _PASSING = _NETWORK | {
     errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.EMFILE, errno.ENFILE,
     errno.ENOBUFS, errno.ENOMEM, errno.EREMOTEIO, errno.EPROTO, errno.ENONET, errno.ENOTCONN,
@@ -241,7 +243,7 @@ def unreachable(url: str, endpoint: str, why: Why, detail: str = "") -> StoreErr
 def why_of(error: BaseException) -> Why | None:
     """Return how a connection failed; None if it failed in another way."""
     number = error.errno if isinstance(error, OSError) else None
-    reason = getattr(error, "reason", None)  # of ssl, which many processes need not import
+    reason = getattr(error, "reason", None)  # of ssl errors, without importing ssl
     for why, kind in BREAKS.items():
         if isinstance(error, kind.exceptions) or number in kind.errnos or reason in kind.words:
             return why
@@ -249,7 +251,7 @@ def why_of(error: BaseException) -> Why | None:
 
 
 def why_of_text(text: str) -> Why:
-    """Return how a connection failed, by a message of obstore."""
+    """Return how a connection failed, from a message of obstore."""
     return next(
         (why for why, kind in BREAKS.items() if any(word in text for word in kind.words)),
         Why.BROKEN,
@@ -257,8 +259,8 @@ def why_of_text(text: str) -> Why:
 
 
 def passes(error: OSError) -> bool:
-    """Whether an OSError may be gone at the next attempt. Libraries raise OSErrors without an errno
-    for network errors of all kinds.
+    """Return whether an OSError may be gone at the next attempt. Without an errno it counts as
+    temporary, since libraries raise such OSErrors for network errors of all kinds.
     """
     why = why_of(error)
     if why is not None:

@@ -1,9 +1,9 @@
-"""Every other url that fsspec supports, and memory:// for tests and demonstrations.
+"""A store for every other url that fsspec supports, and memory:// for tests and demonstrations.
 
 fsspec has no conditional read, so a read is checked afterwards by requesting the object's info
 again. That costs one more request per read, which is why S3, Google and Azure have another store.
 If a file system caches pieces of an older object, this is not detected. Repositories of the Hub
-are read at a commit (see `pinned`), where nothing changes.
+are read at a commit (see `pinned`), which never changes.
 
 File systems written with asyncio (s3fs, gcsfs, adlfs, http) get the deadline of a request; others
 (sftp, hdfs, smb) have only their own timeouts.
@@ -39,8 +39,8 @@ from dataplane.store.urls import SCHEMES, base_of, folder_of, scheme_of
 
 T = TypeVar("T")
 
-# File systems on top of another one, or of this machine's files. An option names what is below; a
-# url that could name it would read what no setting allows.
+# File systems on top of another one, or of this machine's files. Their options name the underlying
+# file: a url with such an option could read what no setting allows.
 _INDIRECT = frozenset(
     {
         *("async_wrapper", "asynclocal", "asyncwrapper", "blockcache", "cached", "dask", "data"),
@@ -48,7 +48,7 @@ _INDIRECT = frozenset(
         *("simplecache", "tar", "zip"),
     }
 )
-# "s4" is half of "s3".
+# The least similarity of a scheme to a known one that is suggested: "s4" has half of "s3".
 _NEAR_MIN = 0.5
 
 _ETAG_KEYS = (
@@ -56,7 +56,7 @@ _ETAG_KEYS = (
     *("blob_id", "xet_hash", "lfs"),
 )
 _TIME_KEYS = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
-# Of file systems that have none of the above.
+# Facts of file systems that have none of the above.
 _OTHER_KEYS = (
     *("content_hash", "sha256", "sha1", "hash", "crc32c", "generation", "revision"),
     *("modificationTime", "modifiedTime", "modified_at", "time_modified", "uploaded_at"),
@@ -113,7 +113,8 @@ class FsspecStore:
         return iter(sorted(wanted, key=lambda info: info.url))
 
     def head(self, url: str) -> ObjectInfo:
-        # The Hub's file system remembers folders, also those of buckets and branches, which change.
+        # Folders that change (buckets and branches) must be refreshed: the Hub's file system
+        # caches them.
         fresh = {"refresh": True} if url.startswith("hf://") and not _is_fixed(url) else {}
         info = self._call(url, lambda: self._request("info", self._path(url), **fresh))
         if info.get("type", "file") != "file":
@@ -128,7 +129,7 @@ class FsspecStore:
         repository, revision, rest = hub
 
         def find_commit() -> str | None:
-            from huggingface_hub import HfApi  # there, since it is what reads hf:// urls
+            from huggingface_hub import HfApi  # installed, since hf:// urls are read with it
 
             api = HfApi(endpoint=self._files.endpoint, token=self._files.token)
             *kind, owner, name = repository.removeprefix("hf://").split("/")
@@ -213,8 +214,8 @@ def _mapped(url: str, cause: Exception) -> StoreError:
 
 
 def _http_status(cause: Exception) -> int:
-    """Return the HTTP status of an exception of aiohttp, requests, httpx, gcsfs and the like; 0 if
-    it has none.
+    """Return the HTTP status of an exception of aiohttp, requests, httpx, gcsfs and similar
+    libraries; 0 if it has none.
     """
     for holder in (cause, getattr(cause, "response", None)):
         for name in ("status", "status_code", "code"):
@@ -232,8 +233,8 @@ def _described(url: str, info: Mapping[str, Any]) -> ObjectInfo:
 
 
 def _etag(info: Mapping[str, Any], size: int) -> str:
-    """Return the store's own etag or checksum, else the first known time and the size, else the
-    size.
+    """Return the store's own etag or checksum, otherwise one made from the first known time and the
+    size, otherwise one made from the size.
     """
     for key in _ETAG_KEYS:
         if value := info.get(key):
@@ -243,7 +244,7 @@ def _etag(info: Mapping[str, Any], size: int) -> str:
     if when is None:
         return etag_of_size(size)
     if isinstance(when, dt.datetime):
-        when = when.timestamp()  # memory:// lists a number and describes a datetime
+        when = when.timestamp()  # memory:// lists a number but describes a datetime
     return f"{hashlib.blake2b(str(when).encode(), digest_size=8).hexdigest()}-{size:x}"
 
 

@@ -1,9 +1,9 @@
 """Objects of untrusted http servers, over our own connections.
 
-obstore resolves names and follows redirects by itself, and does not report where it connects to. So
-a node that serves others reads http urls here: every address is checked when it is connected to,
-whatever DNS said before, and every redirect before it is followed. Through a proxy this is not
-possible: then obstore is used, and the proxy decides what can be reached.
+obstore resolves names and follows redirects itself, and does not report where it connects to. So a
+node that serves others reads http urls here: every address is checked when the connection is made,
+whatever DNS said before, and every redirect before it is followed. This is not possible through a
+proxy; then obstore is used, and the proxy decides what can be reached.
 
 Invariants:
 1. Nothing is sent before the connected address was checked.
@@ -69,7 +69,7 @@ class HttpStore:
     def head(self, url: str) -> ObjectInfo:
         try:
             info, _ = self._get(url, 0, 1, (), Race())
-        except TruncatedRead:  # an empty object has no first byte
+        except TruncatedRead:  # the object is empty: it has no first byte
             info, _ = self._get(url, 0, 0, (), Race())
         return info
 
@@ -110,8 +110,8 @@ class HttpStore:
         race: Race,
         etag: str = "",
     ) -> tuple[ObjectInfo, int]:
-        """Return the object's facts, and how many bytes of the range the answer has: a part of the
-        range is an error. Without a length, the whole object is requested.
+        """Return the object's facts, and how many bytes of the range the answer has; fewer than
+        requested is an error. Without a length, the whole object is requested.
         """
         headers = range_headers(offset, length, etag)
         deadline = time.monotonic() + self._timeout_s
@@ -229,7 +229,7 @@ def _described(
     span = _SPAN.fullmatch(answer.getheader("Content-Range", ""))
     etag = answer.getheader("ETag", "")
     size, given = int(span[3]) if span else 0, 0
-    if answer.status == 416 and not (span and etag):  # a time would be the error page's
+    if answer.status == 416 and not (span and etag):  # its Last-Modified is the error page's
         raise short_read(url, offset, length, 0)
     is_empty = answer.status == 200 and answer.length == 0
     if not is_empty and (answer.status not in (206, 416) or span is None):
@@ -255,7 +255,7 @@ def _given(
     """
     first, last, size = int(span[1] or 0), int(span[2] or -1), int(span[3])
     given = last + 1 - first
-    # The size and the ranges of an object that is stored compressed are of its compressed bytes.
+    # An object that is stored compressed has the size and the ranges of its compressed bytes.
     is_encoded = answer.getheader("Content-Encoding", "identity") not in {"identity", "aws-chunked"}
     if is_encoded and answer.length != given:
         raise StoreError(

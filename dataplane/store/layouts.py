@@ -1,8 +1,8 @@
 """Choose the objects below a folder that make up one dataset.
 
 A table format keeps the files of older versions beside the present ones, a saved dataset keeps its
-user's caches, and many datasets keep test data beside training data. Read as plain folders, they
-would give other samples than their own readers give.
+user's caches, and many datasets keep test data beside training data. If these were read as plain
+folders, they would have other samples than their own readers return.
 
 Invariants:
 1. The decision needs one listing and a few requests for each name that a user gives, never one
@@ -54,8 +54,8 @@ _HUDI_PARTITION = ".hoodie_partition_metadata"
 _MARKS = frozenset({"state.json", "dataset_info.json", "dataset_dict.json", _HUDI_PARTITION})
 _OF_ICEBERG = re.compile(r".*\.metadata\.json(?:\.gz)?|snap-.*\.avro", re.DOTALL)
 _PROBES = ((_DELTA, "_delta_log/"), (_HUDI, ".hoodie/"), (_ICEBERG, "metadata/snap-"))
-"""Listings that show whether a folder is a table: they are empty unless it is one. All writers of
-Iceberg name the list of a version's files "snap-…".
+"""Listings that show whether a folder is a table: they are empty if it is not. All writers of
+Iceberg call the list of a version's files "snap-…".
 """
 _SPLIT_OF = {
     **dict.fromkeys(("train", "training"), "train"),
@@ -106,7 +106,7 @@ def of_one_dataset(
     marks = _Marks(folder, listed)
     _refuse_tables(chosen, marks.tables)
     kept = _without_caches(chosen, listed, marks, store, is_whole=prefix == folder)
-    # A search in one text takes a tenth of the time of searches in a million.
+    # One search in one text takes a tenth of the time of searches in a million texts.
     below = "\n".join([info.url[len(folder) :] for info in kept]).lower()
     if "snapshots/" in below or folder.endswith("snapshots/"):
         _refuse_revisions(kept, folder)
@@ -132,8 +132,8 @@ def tables_above(prefix: str) -> Iterator[str]:
 
 
 def refuse_table(root: str, store: Store) -> None:
-    """Refuse objects in a folder that is a table. A folder that may not be listed counts as no
-    table.
+    """Refuse objects in a folder that is a table. A folder that may not be listed counts as not
+    being a table.
 
     Raises:  ConfigError.  Errors of the store.
     """
@@ -148,8 +148,8 @@ def refuse_table(root: str, store: Store) -> None:
 
 
 def hive_keys(urls: Iterable[str], names: Iterable[str]) -> list[str]:
-    """Return the keys of the folders "key=value" that contain these shards, except folders that a
-    user has named in full.
+    """Return the keys of the folders "key=value" that contain these shards, without folders that
+    the user has named in full.
     """
     named = "\n".join(f"{name}/" for name in names)
     keys: dict[str, None] = {}
@@ -251,7 +251,7 @@ class _Marks:
 
 
 def _refuse_tables(chosen: Sequence[ObjectInfo], tables: Mapping[str, str]) -> None:
-    """Refuse objects that lie within a table."""
+    """Refuse objects that are part of a table."""
     urls = sorted(info.url for info in chosen) if tables else []
     for root, kind in tables.items():
         at = bisect_left(urls, root)
@@ -279,8 +279,9 @@ def _without_caches(
     *,
     is_whole: bool,
 ) -> list[ObjectInfo]:
-    """Remove the objects that the `datasets` library keeps beside a dataset. Of a dataset saved by
-    it, only the files in its state.json stay. `is_whole`: all objects of the folder were listed.
+    """Remove the objects that the `datasets` library keeps beside a dataset. Of a dataset that it
+    saved, keep only the files in state.json. `is_whole` means that all objects of the folder were
+    listed.
     """
     if not marks.with_info:
         return list(chosen)
@@ -321,7 +322,7 @@ def _saved_files(marks: _Marks, store: Store) -> dict[str, dict[str, None]]:
         content = store.read(info.url, 0, info.size_bytes, info.etag)
         try:
             state = msgspec.json.decode(content, type=complete(_State))
-        except msgspec.DecodeError:  # some other program's
+        except msgspec.DecodeError:  # a state.json of some other program
             continue
         if state.indices_files or state.indices_data_files:
             raise ConfigError(
@@ -353,11 +354,11 @@ def _refuse_revisions(infos: Sequence[ObjectInfo], folder: str) -> None:
 
 
 def _may_have_splits(below: str) -> bool:
-    """Whether these names, in lower case, one a line, may belong to several splits."""
+    """Return whether these names, in lower case and one per line, may belong to several splits."""
     stems = [stem for stem in _STEMS if stem in below]
     if len(stems) != 1:
         return bool(stems)
-    # Names without the only such word may be of splits whose names are not known.
+    # If only some names contain the word, the others may belong to splits with unknown names.
     return any(stems[0] not in name for name in below.split("\n"))
 
 
@@ -393,7 +394,7 @@ def _refuse_splits(
 
 
 def _note_others(name: str, split: str, urls: Sequence[str], others: Sequence[str]) -> None:
-    """Log it if shards of one split are read together with shards of no split."""
+    """Log if shards of one split are read together with shards of no split."""
     shards = [*filter(_is_shard, others)]
     if shards and any(map(_is_shard, urls)):
         _trace.failed(
@@ -407,9 +408,9 @@ def _note_others(name: str, split: str, urls: Sequence[str], others: Sequence[st
 
 
 def _splits_of(infos: Sequence[ObjectInfo], start: int) -> tuple[dict[str, list[str]], list[str]]:
-    """Return the urls of each split, and the urls of no split. A file's own name decides, or else
-    the nearest folder. If a folder has splits, other names "name-00000-of-00001" in it are splits
-    of their own.
+    """Return the urls of each split, and the urls of no split. A file's own name decides, otherwise
+    the nearest folder. If a folder has splits, every other name like "name-00000-of-00001" in it
+    counts as a split, too.
     """
     of_folder: dict[str, str] = {}
     splits: dict[str, list[str]] = {}
@@ -449,8 +450,8 @@ def _is_shard(url: str) -> bool:
 
 
 def _way(split: str, splits: Mapping[str, Sequence[str]], folder: str) -> str:
-    """Return a name that matches all shards of a split and no others; else how many shards there
-    are.
+    """Return a pattern that matches all shards of a split and no others; if there is none, say how
+    many shards there are.
     """
     urls = splits[split]
     others = [url for other, its in splits.items() if other != split for url in its]

@@ -1,21 +1,22 @@
 """List the objects below a prefix, many pages at a time.
 
-An object store gives a list in pages of a thousand keys, each of which says where the next one
-begins. Read one after the other, a million keys take a thousand round trips. But a page can begin
-at any key, so the keys are cut into ranges, which are listed in parallel.
+An object store returns a list in pages of a thousand keys, each of which says where the next one
+begins. Reading them one after the other, a million keys take a thousand round trips. But a page can
+begin at any key, so the keys are divided into ranges, which are listed in parallel.
 
-The distribution of keys is a guess: that they are spread evenly over all texts that the characters
-seen so far can spell, as numbers and hashes are. The range that seems the longest is cut in the
-middle. A wrong guess costs a page without new keys.
+The distribution of keys is unknown. It is assumed to be uniform over all texts that the characters
+seen so far can spell, which holds for numbers and hashes. The range that seems the longest is
+divided in the middle. A wrong guess costs a page without new keys.
 
 Invariants:
-1. Each key is in one range, wherever the cuts are.
-2. No range is cut while more than `_WASTED_MIN` pages and a share of `_WASTED` of the pages read
+1. Each key is in one range, wherever ranges are divided.
+2. No range is divided while more than `_WASTED_MIN` pages and a share of `_WASTED` of the pages
+read
    were useless. A list of one page takes one request.
 3. A page that fails is requested again alone.
-4. Some servers do not list in the order of keys: they list a folder before its longer namesakes. So
-   each range must begin exactly where the one before it stopped. Then together they equal a list
-   read page by page, wherever the server began at a cut.
+4. Some servers do not list in the order of keys, but list a folder before names that begin with its
+   name. So each range must begin exactly where the previous one stopped: then the ranges together
+   equal a list that was read page by page.
 5. Objects without bytes are in no range, since some are listed under another key than their own
    ("folder" for "folder/"). They only show how far a page went.
 """
@@ -38,10 +39,10 @@ PAGES_AT_ONCE = 16
 _WASTED = 0.2
 _WASTED_MIN = 6.0
 _LONG_PAGES = 3.0
-"""A range that seems to have fewer pages left is not cut."""
+"""A range that seems to have fewer pages left is not divided."""
 _LEAP = 4.0
 _DOUBT = 2.0
-"""A cut with nothing behind it makes its range seem shorter by this factor."""
+"""If a new range turns out to be empty, the range before it seems shorter by this factor."""
 _SAMPLES = 16
 _PRECISION = 1 / 16
 _SPAN_MIN = 1e-14
@@ -55,24 +56,24 @@ class KeyRange(Struct, eq=False):
     until: str
     objects: list[ObjectInfo] = field(default_factory=list)
     pages: int = 0
-    """How many pages of the range were read, without its last."""
+    """How many pages of the range were read, without the last one."""
     first: str = ""
     next: str = ""
     """The first key after the range's start, and the first after its end, of objects with bytes;
     empty if there is none.
     """
     leap: float = _LEAP
-    """How many pages a cut may skip while the end is unknown."""
+    """How many pages a new range may begin ahead while the end is unknown."""
     is_open: bool = True
-    """Whether the part that is still to be listed may be empty."""
+    """Whether the rest of the range may be empty."""
     doubt: float = 1.0
     cut_from: KeyRange | None = None
-    """The range that this one was cut from, until its own first page has come."""
+    """The range that this one was divided from, until its own first page has come."""
 
 
 class Spelling:
     """The characters seen at each place of the keys. They map a key to a number from 0 to 1: a
-    fraction whose digits are its characters, each place with its own base.
+    fraction whose digits are its characters, where each place has its own base.
     """
 
     def __init__(self) -> None:
@@ -101,7 +102,7 @@ class Spelling:
         return number
 
     def key(self, number: float, precision: float) -> str:
-        """Return the shortest prefix of a key that stands for about this number."""
+        """Return the shortest prefix of a key that corresponds to about this number."""
         spelled, span = "", 1.0
         for choices in self._choices:
             if span < precision:
@@ -113,9 +114,9 @@ class Spelling:
         return spelled
 
     def _choose(self) -> None:
-        """Choose the digits of each place. A number or a hash may have any digit wherever digits
-        were seen to vary, and at the places before: the first page has keys with the same first
-        digits.
+        """Choose the digits of each place. A number or a hash may have any digit at every place
+        where digits were seen to vary, and at earlier places: all keys of the first page may begin
+        with the same digits.
         """
         after: set[str] = set()
         chosen = []
@@ -189,14 +190,14 @@ class Listing:
         full = [info for part in self._ranges for info in part.objects]
         if not self._empty:
             return full
-        # An empty "folder/" that is listed under its own key stands for no other object.
+        # An empty "folder/" that is listed under its own key does not represent another object.
         for info in full:
             self._empty.pop(info.url, None)
         by_url = attrgetter("url")
         return [*heapq.merge(full, sorted(self._empty.values(), key=by_url), key=by_url)]
 
     def _cut(self) -> KeyRange | None:
-        """Cut the range that seems the longest."""
+        """Divide the range that seems the longest."""
         longest = max(self._asked, key=self._pages_left, default=None)
         is_wasteful = self._wasted > _WASTED_MIN + _WASTED * self._useful
         if longest is None or is_wasteful or self._pages_left(longest) < _LONG_PAGES:
@@ -217,8 +218,8 @@ class Listing:
         return rest
 
     def _pages_left(self, part: KeyRange) -> float:
-        """Guess the number of pages left. A range without a page is not cut, nor is one with a cut
-        that has not proved useful yet.
+        """Estimate the number of pages left. A range is not divided before its first page, nor
+        while an earlier division of it has not proved useful.
         """
         if not part.pages or any(other.cut_from is part for other in self._asked):
             return 0.0
@@ -227,7 +228,7 @@ class Listing:
         return (until - after) / page_span / part.doubt
 
     def _as_path(self, cut: str) -> str:
-        """Cut a key before the first part that no key can have."""
+        """Shorten a key to the part before the first component that no key can have."""
         parts = f"{self._prefix}{cut}".split("/")
         bad = next((i for i, part in enumerate(parts) if i > 2 and part in ("", ".", "..")), None)
         return "/".join(parts[:bad])[len(self._prefix) :]

@@ -1,8 +1,8 @@
 """Files of this machine, including mounted file systems.
 
-Uses os.preadv instead of obstore's LocalStore, for two reasons: LocalStore's etag (inode, mtime in
-microseconds and size) cannot be computed from an fstat elsewhere, and it runs a single system call
-through its own thread pool.
+Uses os.preadv instead of obstore's LocalStore for two reasons: LocalStore's etag (inode, mtime in
+microseconds and size) cannot be computed from an fstat elsewhere, and it runs every system call
+through a thread pool of its own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BROKEN = "link to "
 
 
 def local_etag(status: os.stat_result) -> str:
-    """The etag of a local file: its mtime in nanoseconds and its size.
+    """Return the etag of a local file: its mtime in nanoseconds and its size.
 
     A file that is rewritten with the same size within one tick of the file system's clock (4 ms on
     usual kernels) keeps its etag.
@@ -37,11 +37,11 @@ def local_etag(status: os.stat_result) -> str:
 
 
 class LocalStore:
-    """The file system, as urls "file:///absolute/path". Paths are raw: nothing is quoted."""
+    """The file system, with urls "file:///absolute/path". Paths are raw: nothing is quoted."""
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Implement `Store.list`. A symbolic link that leads nowhere is listed as an object without
-        bytes; `target_of` recognizes it.
+        """Implement `Store.list`. A broken symbolic link is listed as an object without bytes;
+        `target_of` recognizes it.
         """
         start = _path(prefix)
         folder = start if prefix.endswith("/") else start.parent
@@ -71,7 +71,7 @@ class LocalStore:
 
 
 def target_of(info: ObjectInfo) -> str:
-    """Return the target of a listed symbolic link that leads nowhere, or in a circle; else ""."""
+    """Return the target of a listed symbolic link that is broken or circular; otherwise ""."""
     is_broken = not info.size_bytes and info.etag.startswith(_BROKEN)
     return info.etag.removeprefix(_BROKEN) if is_broken else ""
 
@@ -82,7 +82,7 @@ def same_files(infos: Iterable[ObjectInfo]) -> tuple[ObjectInfo, ObjectInfo] | N
     counts = Counter(info.etag for info in files)
     by_place: dict[tuple[int, int], ObjectInfo] = {}
     for info in files if len(counts) < len(files) else ():
-        if counts[info.etag] == 1:  # no link has this etag
+        if counts[info.etag] == 1:  # no other file has this etag
             continue
         with contextlib.suppress(OSError):
             status = _path(info.url).stat()
@@ -103,7 +103,7 @@ def _fill(fd: int, into: memoryview, offset: int) -> int:
 
 
 def _walk(folder: Path, prefix: str, entered: set[tuple[int, int]]) -> Iterator[ObjectInfo]:
-    """Yield every file below. Links are followed; loops of links only once."""
+    """Yield every file below a folder. Links are followed, but a loop of links only once."""
     with _mapped(f"file://{folder}"):
         try:
             status = folder.stat()
@@ -125,7 +125,7 @@ def _walk(folder: Path, prefix: str, entered: set[tuple[int, int]]) -> Iterator[
                     raise
                 if entry.is_symlink():
                     yield ObjectInfo(url, 0, f"{_BROKEN}{Path(entry.path).readlink()}")
-                continue  # or it was deleted meanwhile
+                continue  # a broken link, or a file that was deleted meanwhile
         if stat.S_ISDIR(status_of_entry.st_mode):
             yield from _walk(Path(entry.path), prefix, entered | {place})
         elif stat.S_ISREG(status_of_entry.st_mode):

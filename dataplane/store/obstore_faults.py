@@ -1,11 +1,11 @@
 """Convert obstore's exceptions to ours.
 
 obstore has one exception for nearly everything, with the details in its text: the HTTP status, the
-store's own error code, and the kind of a broken connection. Only this module reads that text, in
-the form of obstore >= 0.9.4; the conformance suite would notice a change.
+store's own error code, and how a connection failed. Only this module parses that text, in the form
+of obstore >= 0.9.4; the conformance suite would notice a change.
 
-An error shows only the code and the message of a store's answer, since S3 repeats a refused session
-token in the rest of it.
+Of a store's answer, an error shows only code and message: in the rest, S3 repeats a session token
+that it refused.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dataplane.store.faults import (
     why_of_text,
 )
 
-# After the first line of the message, obstore repeats it in a form for developers.
+# After the first line, obstore repeats its message in a form for developers.
 _ANSWER = re.compile(
     r"Server returned non-2xx status code: (\d{3})[^\n:]*:?(.*?)(?:\n\nDebug source:|\Z)", re.DOTALL
 )
@@ -51,27 +51,27 @@ _GIVES_CREDENTIALS = re.compile(
 )
 _NOT_TRUSTED = re.compile(r"InvalidCertificate\(([^;]*?)\),?\n", re.DOTALL)
 
-# A list breaks off at a key like this, and nothing makes obstore leave it out.
+# A list ends at such a key, and obstore cannot be told to skip it.
 _NOT_LISTED = re.compile(
     r"Encountered object with invalid path: (?:Error parsing )?Path \"(.*)\""
     r"(?: contained empty path segment|: Encountered illegal character sequence)",
     re.DOTALL,
 )
 _BARE_REDIRECT = "redirect without LOCATION"
-# obstore's words for status 200 as the answer to a ranged read, of a store or an http server.
+# obstore's words for status 200 as the answer to a ranged read, from a store or an http server.
 _WHOLE = ("NotPartial", "RangeNotSupported")
 _EXPIRED = frozenset({"ExpiredToken", "TokenRefreshRequired"})
-# The credentials are no longer valid; new ones may be available by now.
+# The credentials are no longer valid; there may be new ones by now.
 _OUTDATED = _EXPIRED | {"InvalidToken", "InvalidAccessKeyId"}
 
 ODD = "an empty, '.' or '..' part, or with a control character"
-"""The parts of keys that obstore refuses."""
+"""What makes obstore refuse a key."""
 Fault = StoreError | DatasetChangedError
 
 
 class _Said(Struct, frozen=True):
-    """The reason that a store gives for refusing a request. Without an answer, all fields are
-    empty.
+    """The reason that a store gives for refusing a request. All fields are empty if it did not
+    answer.
     """
 
     status: int = 0
@@ -91,13 +91,13 @@ class _Said(Struct, frozen=True):
 def mapped(
     cause: Exception, url: str, base: str, span: tuple[int, int] | None, *, may_renew: bool
 ) -> Fault:
-    """Convert an error of obstore. `span` is (offset, length) of a read. `may_renew`: the store
-    accepted our credentials before, and gets new ones when there are any; missing ones are then an
-    outage, not a denial.
+    """Convert an error of obstore. `span` is (offset, length) of a read. `may_renew` means that the
+    store accepted our credentials before, and new ones may become available: missing credentials
+    are an outage then, not a denial.
     """
     text = str(cause)
     said = _said(text)
-    # Only reads have a condition.
+    # Only reads are conditional.
     if span is not None and (isinstance(cause, PreconditionError) or said.status == 412):
         return DatasetChangedError(f"{url} changed since it was indexed", shard=url)
     if _is_of_credentials(cause, text, base, said.status):
@@ -125,18 +125,18 @@ def mapped(
 
 
 def has_no_range(cause: Exception) -> bool:
-    """Whether the answer to a ranged read shows that the object is empty, or not read by range."""
+    """Return whether an answer to a ranged read shows that the object is empty or has no ranges."""
     text = str(cause)
     return any(word in text for word in _WHOLE) or _said(text).status == 416
 
 
 def has_answer(cause: Exception) -> bool:
-    """Whether the text of this error repeats a whole answer of the store."""
+    """Return whether the text of this error repeats a whole answer of the store."""
     return _ANSWER.search(str(cause)) is not None
 
 
 def is_mute(cause: Exception) -> bool:
-    """Whether an answer to HEAD, which has no body, leaves open why the store refuses."""
+    """Return whether this is an answer to HEAD, whose missing body would say why it was refused."""
     status = _said(str(cause)).status
     return bool(status) and kind_of(status) in (StoreError, StoreDenied)
 
@@ -151,12 +151,12 @@ def _said(text: str) -> _Said:
 
 
 def _is_of_credentials(cause: Exception, text: str, base: str, status: int) -> bool:
-    """Whether credentials could not be fetched or found: no key, no metadata service."""
+    """Return whether credentials could not be fetched or found: no key, no metadata service."""
     request = _ASKED.search(text)
     if request is not None:
         name = base.partition("://")[2]
         is_of_store = any(part in request[2] for part in (base, f"/{name}/", f"//{name}."))
-        # The store itself is asked with GET and HEAD alone.
+        # The store itself gets only GET and HEAD requests.
         if request[1] in ("POST", "PUT") or (
             not is_of_store and _GIVES_CREDENTIALS.search(request[2]) is not None
         ):

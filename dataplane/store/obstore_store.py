@@ -1,10 +1,10 @@
 """S3, Google Cloud Storage, Azure and plain http, through obstore (Rust, one connection pool).
 
-A url with a query (a presigned one) gets its own client, since obstore can send a query only as
-part of a client's base url. Such a url is never requested with HEAD, since it is signed for GET.
+A url with a query (a presigned url) gets a client of its own, since obstore can send a query only
+as part of a client's base url. It is never requested with HEAD, since it is signed for GET.
 
-obstore's own retries are off; we have our own retry table. Its clients use a runtime of threads
-that a fork does not copy, so a forked child gets an error instead of a hang.
+obstore's own retries are disabled in favour of our retry table. Its clients use a runtime of
+threads that a fork does not copy, so in a forked child they raise an error instead of hanging.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from dataplane.store.urls import folder_of, key_of, scheme_of
 
 # Clients of obstore, made from the environment.
 #
-# obstore itself reads AWS_*, GOOGLE_* and AZURE_*; the functions below add the profiles of ~/.aws
-# (with SSO and the like), and permission to use an http endpoint without TLS.
+# obstore itself reads AWS_*, GOOGLE_* and AZURE_*. The functions below add the profiles of ~/.aws
+# (SSO included), and permission to use an http endpoint without TLS.
 
 if TYPE_CHECKING:
     # These exist for type checkers only: obstore's module does not have them at run time.
@@ -57,8 +57,8 @@ Client = S3Store | GCSStore | AzureStore | HTTPStore
 CREDENTIAL_LIFE = dt.timedelta(minutes=5)
 _S3_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _HOST = re.compile(r"[\w.\-]+|[0-9a-f:.]*:[0-9a-f:.]*", re.IGNORECASE)
-# Other characters would end the host's name where the bucket is a part of it, and requests, with
-# their credentials, would go elsewhere.
+# Other characters might end the host name in requests whose host contains the bucket's name, and
+# send them, with their credentials, elsewhere.
 _BUCKET = re.compile(r"[\w.\-]+(@[\w.\-]+)?", re.ASCII)
 _NO_RETRIES: RetryConfig = {"max_retries": 0}
 
@@ -92,8 +92,8 @@ def client(base: str, environment: Mapping[str, str], request_timeout_s: float) 
 
 
 def may_renew(base: str, environment: Mapping[str, str]) -> bool:
-    """Whether a new client may get other credentials: those in a process's environment never
-    change.
+    """Return whether a new client may get other credentials. Those in the environment of a process
+    never change.
     """
     is_fixed = environment.get("AWS_ACCESS_KEY_ID") and not _needs_profile(environment)
     return not (base.startswith("s3://") and is_fixed)
@@ -141,8 +141,8 @@ def _check_endpoint(endpoint: str, origin: str) -> None:
 
 
 def _needs_profile(environment: Mapping[str, str]) -> bool:
-    """Whether credentials come from ~/.aws: a profile is named, or exists and nothing else is
-    given.
+    """Return whether credentials come from ~/.aws: a profile is named, or one exists and nothing
+    else is set.
     """
     if environment.get("AWS_PROFILE"):
         return True
@@ -170,7 +170,7 @@ def _profile(environment: Mapping[str, str]) -> Any:
 
 
 def _provider(credentials: Any) -> Callable[[], S3Credential]:
-    """Botocore refreshes early enough that credentials stay valid for CREDENTIAL_LIFE."""
+    """Return a function that gets botocore's credentials, which stay valid for CREDENTIAL_LIFE."""
 
     def provide() -> S3Credential:
         frozen = credentials.get_frozen_credentials()
@@ -188,9 +188,9 @@ T = TypeVar("T")
 LIST_PAGE = 1000
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 SIGNED_FOR = dt.timedelta(minutes=15)
-# Below this the copy costs less than the request.
+# For smaller reads, copying costs less than a direct request.
 _DIRECT_BYTES_MIN = 128 << 10
-# A client takes 0.1 MB, and 5 to 15 ms of CPU to make. Large reads do without.
+# A client takes 0.1 MB, and 5 to 15 ms of CPU to make. Large reads need none.
 _QUERY_CLIENTS_MAX = 256
 
 
@@ -308,8 +308,9 @@ class ObstoreStore:
     def _listed(self, folder: str | None) -> dict[str, obstore.ObjectMeta]:
         """List the objects below a folder, by path.
 
-        obstore takes a page without a token for the last one, even if the page says that more
-        follows. A full page may be such a page, so the keys after its last one are requested, too.
+        obstore takes a page without a continuation token for the last one, even if the page says
+        that more follows. A full page may be such a page, so the keys after its last one are
+        requested as well.
         """
         metas: dict[str, obstore.ObjectMeta] = {}
         while True:
@@ -318,7 +319,7 @@ class ObstoreStore:
                 count = len(metas)
                 for meta in page:
                     known = metas.get(meta["path"])
-                    # An empty "folder/" does not stand for the object that has its path.
+                    # An empty "folder/" does not replace the object with the same path.
                     if known is None or not known["size"]:
                         metas[meta["path"]] = meta
                 if len(metas) == count and len(page) == LIST_PAGE:
@@ -336,8 +337,8 @@ class ObstoreStore:
         return next(iter(pages), ())
 
     def _before(self, prefix: str) -> str | None:
-        """Return a key shortly before those with this prefix; None if they are the first of their
-        folder, or there is no such key.
+        """Return a key shortly before those with this prefix; None if these are the first of their
+        folder, or if there is no such key.
         """
         key = prefix[len(self._base) + 1 :]
         is_plain = key.isascii() and key.isprintable() and not key.endswith(" ")
@@ -401,7 +402,7 @@ class ObstoreStore:
         etag, modified = meta["e_tag"], meta["last_modified"].timestamp()
         if not etag and not modified:
             raise no_version(url)
-        # Lists have times to the millisecond, answers about one object to the second.
+        # Lists have times in milliseconds, answers about one object in seconds: use seconds.
         return ObjectInfo(url, meta["size"], etag or f"{NO_ETAG}{int(modified)}-{meta['size']}")
 
 
@@ -420,14 +421,14 @@ def _by_head(client: Client, key: str) -> obstore.ObjectMeta:
     except (obstore.exceptions.BaseError, OSError) as cause:
         if not is_mute(cause):
             raise
-    return _by_get(client, key)  # some servers know GET alone, and the others say why
+    return _by_get(client, key)  # some servers do not support HEAD; others then say why they refuse
 
 
 def _by_get(client: Client, key: str) -> obstore.ObjectMeta:
     """Derive the result of a HEAD request from a GET of the first byte."""
     try:
         result = obstore.get(client, key, options={"range": (0, 1)})
-        result.bytes()  # the connection can be used again
+        result.bytes()  # read it, so that the connection can be reused
     except obstore.exceptions.BaseError as cause:
         # An empty object has no first byte.
         if has_no_range(cause) and (whole := obstore.get(client, key).meta)["size"] == 0:

@@ -1,13 +1,13 @@
-"""Stores that do not answer, and pauses that stores ask for: processes of a host share both.
+"""Stores that do not answer, and pauses that stores request, which processes of a host share.
 
-An `Outage` is made of plain values, so that a process can send it to another one. The stores of
-`connect.Stores` report to one `observe(outage)`: when an outage begins, at every request that fails
-from then on, and, with `until` set, when it ends. `Outages.note` is such a function.
+An `Outage` consists of plain values, so that a process can send it to another one. The stores of
+`connect.Stores` call `observe(outage)` when an outage begins, at every request that fails from then
+on, and, with `until` set, when it ends. `Outages.note` is such a function.
 
 Invariants:
 1. Each outage is reported once when it begins and once when it ends.
-2. Each pause is passed to every member except its source, in the thread that reports it. So no
-   member may block. A new member gets the pauses that still last.
+2. Each pause is passed to every member except its source, in the thread that reports it, so no
+   member may block. A new member gets the pauses that are still in effect.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from dataplane.store.faults import Clock
 
 
 class Outage(Struct, frozen=True):
-    """A store that does not answer. Times are seconds since 1970: of the first failed request, of
-    the last request, and of the answer that ended the outage (0 while it lasts).
+    """A store that does not answer. The times, in seconds since 1970, are those of the first failed
+    request, of the last request, and of the answer that ended the outage (0 while it lasts).
 
     `store` is a url such as "s3://bucket". Neither it nor `error` contains a secret.
     """
@@ -116,8 +116,8 @@ _trace = Trace("store")
 
 
 class Pauses:
-    """The pauses that one process knows. An overloaded store limits the whole host, so all of its
-    processes that send requests keep them. Thread-safe.
+    """The pauses that one process knows. An overloaded store limits the whole host, so all
+    processes of the host that send requests observe them. Thread-safe.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
@@ -127,7 +127,7 @@ class Pauses:
         self._known: dict[str, tuple[StorePause, float]] = {}
 
     def join(self, member: Share) -> None:
-        """Call this function with each pause, beginning with those that still last."""
+        """Call this function with each pause, beginning with those that are still in effect."""
         with self._lock:
             self._joined += (member,)
         for pause in self.now():
@@ -148,7 +148,7 @@ class Pauses:
                 member(pause)
 
     def now(self) -> list[StorePause]:
-        """Return the pauses that still last: the latest of each store."""
+        """Return the pauses that are still in effect: the latest of each store."""
         with self._lock:
             now = self._clock.now()
             self._known = {store: known for store, known in self._known.items() if known[1] > now}

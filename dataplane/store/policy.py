@@ -1,8 +1,8 @@
-"""Decide which urls a node opens for its trainers, and wrap a store to open no others.
+"""Decide which urls a node opens for its trainers, and wrap stores so that they open no others.
 
 Invariants:
-1. A url is checked before anything is sent or opened for it, so that no error shows bytes of it.
-2. A local file is judged by its path after all symbolic links.
+1. A url is checked before anything is sent or opened for it, so no error shows bytes of it.
+2. A local file is judged by its path after all symbolic links are resolved.
 3. An http connection is judged by the address that it is connected to, and a redirect by the url
    that it leads to.
 """
@@ -32,7 +32,7 @@ from dataplane.store.base import Page, Paged, Pinning, Reconnecting, Store
 from dataplane.store.reads import fill
 from dataplane.store.urls import FILE_PREFIX, local_path, normalise
 
-# Where clouds serve credentials of their machines, beside link-local addresses.
+# Where clouds serve the credentials of their machines, besides link-local addresses.
 _METADATA = frozenset(
     map(
         ipaddress.ip_address,
@@ -42,7 +42,7 @@ _METADATA = frozenset(
 _OUT = "is a symbolic link that leads out of"
 _trace = Trace("security")
 _BUCKETS = frozenset({"s3", "gs", "az", "adl", "abfs", "abfss", "oss", "hf"})
-"""Schemes whose urls name no host: a bucket may be called 2852039166."""
+"""Schemes whose urls contain no host name: 2852039166 is a possible bucket, not an address."""
 _HOST_ENDS = re.compile(r"[/?#\\]")
 _MAYBE_ADDRESS = re.compile(r"[\d.]+|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.%\w]*")
 _MAYBE_NUMBERS = re.compile(r"[0-9A-Fa-fXx.]+")
@@ -52,8 +52,8 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class UrlPolicy(Struct, frozen=True):
-    """The prefixes of urls that may be opened; () for all. Link-local addresses, and those where
-    clouds serve credentials, must be named by a prefix.
+    """The prefixes of urls that may be opened; () for all. Link-local addresses, and addresses
+    where clouds serve credentials, are refused unless a prefix names them.
     """
 
     prefixes: tuple[str, ...] = ()
@@ -82,7 +82,7 @@ class UrlPolicy(Struct, frozen=True):
         self._check_host(url)
 
     def allows(self, url: str) -> bool:
-        """Whether a prefix covers this url. Nothing is logged."""
+        """Return whether a prefix covers this url. Nothing is logged."""
         return not self.prefixes or covers(url, self.prefixes)
 
     def check_all(self, urls: Iterable[str]) -> None:
@@ -104,7 +104,7 @@ class UrlPolicy(Struct, frozen=True):
             path = url[len(FILE_PREFIX) :]
             if not is_under(url, self.prefixes):
                 raise self._denied(url)
-            # A Path for each of a million files takes seconds.
+            # Making a Path for each of a million files would take seconds.
             is_link = os.path.islink(path)  # noqa: PTH114
             if (is_link or not inside[folder]) and not is_under(_target(path), roots):
                 raise self._denied(url, _OUT)
@@ -129,7 +129,7 @@ class UrlPolicy(Struct, frozen=True):
             self.check_address(url, address)
 
     def _names(self, address: str) -> bool:
-        """Whether a prefix has this very address as its host."""
+        """Return whether a prefix has exactly this address as its host."""
         return any(_address_in(prefix) == address for prefix in self.prefixes)
 
     def _roots(self) -> tuple[str, ...]:
@@ -146,7 +146,7 @@ class UrlPolicy(Struct, frozen=True):
 
 
 def refused(url: str, why: str) -> None:
-    """Log a refused url in one line. Lines are limited for each server that urls name."""
+    """Log a refused url in one line; the number of lines is limited for each server."""
     _trace.refused("url refused", by=_base(url), url=url, why=why)
 
 
@@ -157,9 +157,9 @@ def _base(url: str) -> str:
 
 
 def _address_in(url: str) -> str:
-    """Return the IP address that is the host of a url, in its usual form. It may be written in any
-    way that inet_aton(3) reads, with a dot at its end, or with characters that a resolver takes for
-    these. "" if the host is a name.
+    """Return the IP address that is the host of a url, in its usual form; "" if the host is a name.
+    The address may be written in any way that inet_aton(3) reads, with a dot at its end, or with
+    characters that a resolver replaces by these.
     """
     scheme, _, host = _base(url).partition("://")
     if "%" in host or not host.isascii():
@@ -175,7 +175,7 @@ def _address_in(url: str) -> str:
 
 
 def _usual(address: str) -> str:
-    """Return an IP address in its usual form; "" if the text is none."""
+    """Return an IP address in its usual form; "" if the text is not an address."""
     if _MAYBE_ADDRESS.fullmatch(address):
         with contextlib.suppress(ValueError):
             return str(ipaddress.ip_address(address))
@@ -183,7 +183,7 @@ def _usual(address: str) -> str:
 
 
 def is_of_machine(address: str) -> bool:
-    """Whether an IP address, however it is written, is link-local or one where a cloud serves
+    """Return whether an IP address, in any form, is link-local or one where a cloud serves
     credentials.
     """
     parsed: _Address = ipaddress.ip_address(address.partition("%")[0])
@@ -255,5 +255,5 @@ class PolicedStore:
 
 
 def _target(path: str | Path) -> str:
-    """Return the url of a path after all symbolic links."""
+    """Return the url of a path after all symbolic links are resolved."""
     return f"{FILE_PREFIX}{os.path.realpath(path)}"

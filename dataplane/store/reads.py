@@ -1,13 +1,13 @@
 """Read an object: in pieces, into memory, and by two requests that race.
 
-A request for a whole object lasts as long as its consumer is slow: it trips the timeouts of clients
-and proxies, and when it breaks there is nothing to resume. So every store streams an object in
-pieces, each pinned to the object's etag.
+A request for a whole object would last as long as its consumer takes. It would exceed the timeouts
+of clients and proxies, and could not be resumed. So every store streams an object in pieces, each
+pinned to the object's etag.
 
 Invariants:
-1. Exactly one of two racing requests wins. The loser never writes into the destination after that.
-2. A store writes into a destination that may be raced for only between `hold` and `claim`, or
-   after `claim`; and in either case only after `sent`, or through a `Sink`.
+1. Exactly one of two racing requests wins. After that, the loser never writes into the destination.
+2. If there may be a race for a destination, a store writes into it only between `hold` and `claim`,
+   or after `claim`; and in either case only after `sent`, or through a `Sink`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class EndedEarlyError(Exception):
 
 
 class Sink(Protocol):
-    """Memory that is no part of a mapping yet: a part of the file `fd`, which is filled from its
-    start. The next byte belongs at `offset`. Raises what `Race.sent` may raise.
+    """Memory that is not mapped yet: a part of the file `fd`, which is filled from its beginning.
+    The next byte belongs at `offset`. Methods raise what `Race.sent` may raise.
     """
 
     fd: int
@@ -42,13 +42,15 @@ class Sink(Protocol):
         """Write these bytes, and return how many were written."""
 
     def moved(self, count: int, error: int = 0) -> None:
-        """Note that the kernel has put this many bytes there, and the error that ended it."""
+        """Note that the kernel has put this many bytes there, and the error that stopped it."""
 
 
 class Race:
-    """The first request of a read. Thread-safe. `meanwhile` makes the destination ready; it is
-    called once, while the answer is on its way. Bytes that go through `sink` do not need it: that
-    gives a Sink for a part of the destination, or None if there is none.
+    """The first request of a read. Thread-safe.
+
+    `meanwhile` prepares the destination; it is called once, while the answer is on its way. `sink`
+    returns a Sink for a part of the destination, or None if there is none; bytes that are written
+    through a Sink do not need the preparation.
     """
 
     def __init__(
@@ -75,8 +77,8 @@ class Race:
             self._sock = sock
 
     def sent(self) -> None:
-        """Note that the first request was sent, or that its answer is here already: make the
-        destination ready. May be called again.
+        """Note that the first request was sent, or that its answer is already here, and prepare the
+        destination. May be called again.
 
         Raises:  errors of `meanwhile`.
         """
@@ -91,7 +93,7 @@ class Race:
         return self._sink is not None
 
     def sink(self, into: memoryview) -> Sink | None:
-        """A new Sink for this part of the destination, if there is one."""
+        """Return a new Sink for this part of the destination, if there is one."""
         return None if self._sink is None else self._sink(into)
 
     def release(self) -> None:
@@ -101,7 +103,7 @@ class Race:
             self._changed.notify_all()
 
     def claim(self) -> None:
-        """Let the first request win, which has all bytes or has failed, if it was not ended early.
+        """Let the first request win, unless it was ended early. It has all bytes, or has failed.
         May be called twice.
 
         Raises:  EndedEarlyError.
@@ -119,7 +121,7 @@ class Race:
 
     def overtake(self, timeout_s: float) -> bool:
         """End the first request, since the second has all bytes. Return True once the first writes
-        no more, False if it has won.
+        no more, or False if it has won.
 
         Raises:  TimeoutError: the first request does not end.
         """
@@ -135,7 +137,7 @@ class Race:
 
     @property
     def is_over(self) -> bool:
-        """Whether the first request has been ended early."""
+        """Whether the first request was ended early."""
         return self._is_over
 
     @property
@@ -150,7 +152,7 @@ class Race:
 
 def _shut(sock: socket.socket) -> None:
     with contextlib.suppress(OSError):
-        # Not the method of a TLS socket, which is not meant for another thread.
+        # Not the method of a TLS socket, which must not be called from another thread.
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
@@ -159,7 +161,7 @@ _local = threading.local()
 
 @contextlib.contextmanager
 def raced(race: Race) -> Iterator[None]:
-    """Make this race that of the thread's reads within the block, as its first request."""
+    """Make the thread's reads within the block the first request of this race."""
     _local.race = race
     try:
         yield
@@ -168,7 +170,7 @@ def raced(race: Race) -> Iterator[None]:
 
 
 def current_race() -> Race:
-    """Return the race of this thread's read; if there is none, a race without a second request."""
+    """Return the race of this thread's read; without one, a race without a second request."""
     return getattr(_local, "race", None) or Race()
 
 
@@ -176,7 +178,7 @@ def current_race() -> Race:
 def first_request() -> Iterator[Race]:
     """Return the race of this thread's read, whose first request is made within the block.
 
-    Raises:  EndedEarlyError: the request failed since it was ended early.
+    Raises:  EndedEarlyError: the request failed because it was ended early.
     """
     race = current_race()
     try:
@@ -193,20 +195,20 @@ def first_request() -> Iterator[Race]:
 
 PIECE_BYTES = 8 << 20
 NO_ETAG = "modified-"
-"""Prefix of the etags that we make from time and size, for servers without etags."""
+"""The prefix of etags that are made here from time and size, for servers without etags."""
 _WEAK = "W/"
 _OF_NOTHING = hashlib.blake2b(b"", digest_size=8).hexdigest()
 
 
 def etag_of_size(size_bytes: int) -> str:
-    """Return the etag of an object about which the store knows only its size. Another object of the
+    """Return the etag of an object of which the store knows only the size. Another object of the
     same size has the same etag.
     """
     return f"{_OF_NOTHING}-{size_bytes:x}"
 
 
 def no_version(url: str) -> StoreError:
-    """Return the error for an object whose changes could not be noticed."""
+    """Return the error for an object whose changes could not be detected."""
     return StoreError(
         f"{url}: the server gives neither ETag nor Last-Modified, so a changed object could not be "
         "told from the one that was indexed. Use a server that gives one",
@@ -241,8 +243,8 @@ def check_etag(info: ObjectInfo, etag: str) -> None:
 
 
 def short_read(url: str, offset: int, length: int, count: int, where: str = "") -> TruncatedRead:
-    """Return the error for an answer of `count` bytes to a read of `length`. `where`: from where on
-    they are, if not from `offset` on.
+    """Return the error for an answer of `count` bytes to a read of `length`. `where` says where
+    they begin, if not at `offset`.
     """
     return TruncatedRead(
         f"{url} gave {count} bytes{where} of the {length} requested at {offset}",
@@ -254,8 +256,8 @@ def short_read(url: str, offset: int, length: int, count: int, where: str = "") 
 
 
 def unmet(store: Store, url: str, etag: str) -> StoreError | DatasetChangedError:
-    """Return the error for a read that was refused because the object has another etag (412); the
-    error names the present one. Some servers and proxies refuse although it is the same.
+    """Return the error for a read that was refused because the object has another etag (412); it
+    names the present etag. Some servers and proxies refuse although the etag is the same.
     """
     try:
         check_etag(store.head(url), etag)
@@ -269,8 +271,8 @@ def unmet(store: Store, url: str, etag: str) -> StoreError | DatasetChangedError
 
 
 def is_strong(etag: str) -> bool:
-    """Whether a server accepts this etag in a condition (If-Match). A weak etag never matches
-    there, even if the object is unchanged.
+    """Return whether a server accepts this etag in a condition (If-Match). A weak etag never
+    matches there, even if the object is unchanged.
 
     Source: RFC 9110, 13.1.1.
     """
@@ -279,7 +281,7 @@ def is_strong(etag: str) -> bool:
 
 def copy_into(body: Buffer, *into: memoryview) -> None:
     """Copy the answer to a read into these buffers, one after the other, as the first request of
-    this thread's race, without holding the interpreter's lock.
+    this thread's race. The interpreter lock is released meanwhile.
     """
     import numpy as np  # a late import: a process that only lists a store needs no arrays
 
@@ -293,8 +295,8 @@ def copy_into(body: Buffer, *into: memoryview) -> None:
 
 
 def fill(store: Store, url: str, offset: int, etag: str, *into: memoryview) -> None:
-    """Fill these buffers, one after the other, with bytes of an object, using the fastest way of
-    the store.
+    """Fill these buffers, one after the other, with bytes of an object, by the fastest method that
+    the store has.
 
     Raises:  as `Store.read`.
     """

@@ -1,4 +1,4 @@
-"""Receive the bytes of an answer without the interpreter lock: the functions of receive.c."""
+"""Receive the bytes of an answer without the interpreter lock: Python bindings of receive.c."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _SIGNATURES: dict[str, compiled.Signature] = {
     "receive_into_memory": (_I64, (_I32, _POINTER, *(_I64,) * 3, _POINTER)),
 }
 _MS_MAX = 1 << 62
-# Why fewer bytes came, as in receive.c.
+# Why fewer bytes came than requested, as in receive.c.
 _LATE, _SILENT, _BROKEN, _NOT_STORED = 1, 2, 3, 4
 
 
 class Patience(Struct):
-    """The limits of waiting for an answer: until `deadline`, and `silence_s` for its next bytes."""
+    """The limits of a wait for an answer: its deadline, and `silence_s` until its next bytes."""
 
     deadline: float = float("inf")
     silence_s: float = float("inf")
@@ -47,8 +47,8 @@ def _library() -> ctypes.CDLL:
 
 
 def receive_into_file(sock: socket.socket, sink: Sink, length: int, patience: Patience) -> int:
-    """Move up to this many bytes to where they belong: the kernel copies them once. Return how
-    many; fewer if there are no more, or if this kernel or this file is not suitable.
+    """Move up to this many bytes into a sink, with a single copy, made by the kernel. Return how
+    many; fewer if no more come, or if this kernel or this file is not suitable.
 
     Raises:  TimeoutError, SilentError.  OSError: the connection broke.  What `sink` raises.
     """
@@ -62,7 +62,7 @@ def receive_into_file(sock: socket.socket, sink: Sink, length: int, patience: Pa
 
 
 def receive_into_memory(sock: socket.socket, into: memoryview, patience: Patience) -> int:
-    """Receive as many bytes as there is room for; fewer only if there are no more. Return how many.
+    """Receive as many bytes as the buffer holds; fewer only if no more come. Return how many.
 
     Raises:  TimeoutError, SilentError.  OSError: the connection broke.
     """

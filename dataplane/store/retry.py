@@ -1,23 +1,24 @@
 """Retry the calls of a store whose failures are temporary, and decide when requests may be sent.
 
-Each store has one gate, which all callers pass. A store that answers no caller is *away*. Meanwhile
-one caller at a time sends a probe, and all others wait: if each thread retried on its own, the
-store would face a storm of requests when it comes back.
+Each store has one gate, through which all callers go. A store that answers no caller is *away*.
+Meanwhile one caller at a time sends a probe, and all others wait: if each thread retried on its
+own, the store would face a storm of requests when it comes back.
 
 Invariants:
-1. Only faults that have a wait in faults.FAULTS are tried again. A changed, missing or denied
-   object never is.
+1. Only faults that have a wait in faults.FAULTS are retried. A changed, missing or denied object
+   never is.
 2. If a store does not answer, or asks to slow down, a call is retried until it has failed for
-   `budget_s`. After that, a call starts no attempt, and no wait that cannot end: so it takes at
-   most `budget_s` and the time of two requests.
-3. An answer that is too short is requested again a few times: it may never become longer.
-4. A store is away when requests to it fail and none has been answered since the first of them
-   began: at once if it never answered, otherwise after AWAY_AFTER_S. One answer, even a refusal,
-   ends the outage.
-5. While it is away, at most one request is in flight, that of the caller that has waited longest.
+   `budget_s`. After that, a call starts no attempt and no unlimited wait: so it takes at most
+   `budget_s` and the time of two requests.
+3. An answer that is too short is requested again only a few times, since it may never get longer.
+4. A store is away if requests to it fail and none has been answered since the first of them began:
+   at once if it has never answered, otherwise after AWAY_AFTER_S. One answer, even a refusal, ends
+   the outage.
+5. While it is away, at most one request is in flight: that of the caller that has waited longest.
    So a single object that can never be read does not keep other callers from trying.
-6. When a store asks to slow down, every call to it waits, also those of other processes of the
-   host: `share` passes the pause on, and `slow_down` takes one from another process.
+6. If a store asks to slow down, every call to it waits, also in other processes of the host:
+`share`
+   passes the pause on, and `slow_down` takes one from another process.
 7. `observe` and `share` are called in the order of events, and never under the lock.
 """
 
@@ -63,7 +64,7 @@ from dataplane.store.reads import fill, in_pieces
 
 AWAY_AFTER_S = 1.0
 RETRIES_LOGGED_S = 60.0
-"""How often failures are logged, summed up, of a store that answers other requests."""
+"""How often the failures of a store that answers other requests are logged, as one sum."""
 RETURN_S = 1.0
 """After an outage, waiting callers resume one by one within this time."""
 
@@ -77,7 +78,7 @@ class SlowDown:
 
     A throttling store limits the load per second, so the whole host must send fewer requests: if
     only the refused calls waited, the others would keep the store at its limit. Refusals that
-    arrive together count once, since each call has the number of the round in which it began.
+    arrive together count once: calls are numbered by the round in which they began.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -87,7 +88,7 @@ class SlowDown:
         self.round = 0
 
     def wait_s(self) -> float:
-        """How long a call has to wait before it may begin.
+        """Return how long a call has to wait before it may begin.
 
         Each waiting call resumes at a random moment within the pause, so that they do not all
         resume at once.
@@ -96,8 +97,8 @@ class SlowDown:
         return left + self._clock.random() * SLOW_DOWN.span_s(self._level) if left > 0 else 0.0
 
     def refused(self, began_in: int, store: str) -> StorePause | None:
-        """Note that the store throttled a call that began in that round. Return the pause that this
-        begins, if any.
+        """Note that the store throttled a call that began in this round. Return the pause that this
+        starts, if any.
         """
         if began_in != self.round:
             return None
@@ -158,7 +159,7 @@ class Gate:
 
     @property
     def last_error(self) -> StoreError | None:
-        """Return why the store is away; None while it answers."""
+        """Why the store is away; None while it answers."""
         return self._last_error
 
     def enter(self, deadline: float) -> Turn | None:
@@ -187,7 +188,7 @@ class Gate:
                 self._changed.notify_all()
 
     def pause(self, seconds: float, deadline: float) -> bool:
-        """Pause this call alone; return False if that would pass the deadline.
+        """Pause this call alone; return False if that would exceed the deadline.
 
         Raises:  ClosedError: the gate was closed during the wait.
         """
@@ -261,7 +262,7 @@ class Gate:
         if self._away is None:
             return self._slow_down.wait_s()
         if self._is_probed or self._queue[0] is not me:
-            return float("inf")  # until that changes
+            return float("inf")  # until the state changes
         return self._probe_at - self._clock.now()
 
     def _waited(self, seconds: float, deadline: float) -> bool:
@@ -288,13 +289,13 @@ class Gate:
             never_answered = self._answered_at is None and not self._in_flight
             if not never_answered and now - self._failing_since < AWAY_AFTER_S:
                 return
-            self._retries = 0  # the outage reports them
+            self._retries = 0  # failures during an outage are reported with it
             since = self._clock.wall() - (now - self._failing_since)
             self._probe_at = now + self._clock.random() * PROBE.span_s(1)
-            self._changed.notify_all()  # callers in their own pause now wait here
+            self._changed.notify_all()  # callers that pause on their own now wait for the store
         else:
             since = self._away.since
-        # A copy: the error itself would keep alive what its traceback holds.
+        # A copy, since the traceback of the error would keep other objects alive.
         self._last_error = type(error)(str(error), **error.nouns)
         text = str(error).removeprefix(f"{error.nouns.get('shard')}: ")
         self._away = Outage(self._store, since, text, last_request_at=self._clock.wall())
@@ -353,7 +354,7 @@ class Retrying:
         if isinstance(inner, Paged) and inner.has_pages():
             with contextlib.suppress(NotInOrderError):
                 return iter(listed(prefix, functools.partial(self._page, inner, prefix)))
-        # A list that breaks off starts again: such a store cannot continue at a key.
+        # A list that fails starts again, since such a store cannot continue at a key.
         return iter(self._call(f"listing {prefix}", prefix, lambda: [*inner.list(prefix)]))
 
     def pinned(self, url: str) -> str:
@@ -383,7 +384,7 @@ class Retrying:
         return in_pieces(self, url, etag)
 
     def trouble(self, url: str) -> StoreError | None:
-        """Return why reads of this url are waiting: the last error of one, or of the whole
+        """Return why reads of this url are waiting: the last error of such a read, or of the whole
         store.
         """
         with self._lock:
@@ -422,7 +423,7 @@ class Retrying:
         """Make one attempt, and report its result to the gate."""
         try:
             if turn.is_probe and isinstance(self._inner, Reconnecting):
-                with contextlib.suppress(ConfigError):  # then keep the old connections
+                with contextlib.suppress(ConfigError):  # the old connections are kept then
                     self._inner.reconnect()
             result = attempt()
         except DataplaneError as error:
@@ -454,7 +455,7 @@ class Retrying:
         if call.error is None:
             call.deadline = now + self._budget_s
         with self._lock:
-            # A copy: the error itself would keep alive what its traceback holds.
+            # A copy, since the traceback of the error would keep other objects alive.
             call.error = type(error)(str(error), **error.nouns)
             self._failing.add(call)
         pause_s = self._clock.random() * fault.wait.span_s(call.attempts)
@@ -467,7 +468,7 @@ class Retrying:
     def _given_up(self, call: _Call) -> StoreError:
         spent_s = self._clock.now() - call.started
         cause = call.error or self._gate.last_error
-        if cause is None:  # a pause begun by another throttled call
+        if cause is None:  # the call only waited in a pause that another call started
             return StoreThrottled(
                 f"{call.what}: the store asks to slow down, for {spent_s:.1f} s. Use fewer "
                 "fetches in flight, or spread the shards over more "

@@ -25,9 +25,9 @@ SCHEMES = (
     "s3", "gs", "az", "abfs", "abfss", "adl", "http", "https", "file", "hf", "hdfs", "webhdfs",
     "sftp", "ssh", "smb", "oss", "memory",
 )  # fmt: skip
-"""Common schemes, from which the meaning of a typo is guessed."""
+"""Common schemes, with which a misspelt scheme is compared."""
 FILE_PREFIX = "file://"
-# Users never mean a local file by these, unless one exists.
+# A user who writes this does not mean a local file, unless it exists.
 _MISSING_SLASH = re.compile(
     r"(s3[an]?|gs|gcs|az|azure|adl|abfss?|wasbs?|https?|hf|s?ftp|ssh|(?:web)?hdfs|smb|oss|memory)"
     r":(?!//)/*(.*)",
@@ -41,7 +41,7 @@ _NO_AUTHORITY = ("file", "memory", "local")
 
 
 def normalise(url: Url) -> str:
-    """The canonical form of this url. A trailing slash, which names a folder, is kept.
+    """Return the canonical form of this url. A trailing slash, which names a folder, is kept.
 
     Raises:  ConfigError: not a url, or not one that can name an object.
     """
@@ -107,22 +107,22 @@ def _check_slashes(text: str) -> None:
 
 
 def exists(path: str | Path) -> bool:
-    """Whether there is a file or folder of this name; False if the name is too long."""
+    """Return whether a file or folder of this name exists; False if the name is too long."""
     return os.path.exists(path)  # noqa: PTH110 - Path.exists() raises
 
 
 def local_path(url: str) -> Path | None:
-    """The path of a file url; None for every other url."""
+    """Return the path of a file url; None for every other url."""
     return Path(url[len(FILE_PREFIX) :]) if url.startswith(FILE_PREFIX) else None
 
 
 def scheme_of(url: str) -> str:
-    """The scheme of a normalised url: "s3"."""
+    """Return the scheme of a normalised url: "s3"."""
     return url.partition("://")[0]
 
 
 def base_of(url: str) -> str:
-    """Scheme and authority of a normalised url, without a slash at the end: "s3://bucket"."""
+    """Return scheme and authority of a normalised url, without a trailing slash: "s3://bucket"."""
     scheme, _, rest = url.partition("://")
     return f"{scheme}://{rest.partition('/')[0]}"
 
@@ -163,8 +163,8 @@ def braces(pattern: str) -> Iterator[str]:
 
 def _file_url(path: str) -> str:
     absolute = os.path.abspath(path)  # noqa: PTH100 - lexical: links stay as they are
-    # abspath keeps a doubled slash at the start, and drops the one at the end, which says
-    # that a folder is meant.
+    # abspath keeps a double slash at the beginning, and drops one at the end, which says that a
+    # folder is meant.
     tail = "/" if path.endswith("/") else ""
     return "file:///" + (absolute.lstrip("/") + tail).removeprefix("/")
 
@@ -243,8 +243,8 @@ def _split(inner: str) -> list[str]:
 
 # Glob patterns over urls, with the rules that data folders need.
 #
-# `*` and `?` stay within one folder, `**` as a whole segment crosses any number of them, `[…]` is a
-# set of characters. Files that tools leave beside the data ("_SUCCESS", ".part-0.crc",
+# `*` and `?` match within one folder, `**` as a whole segment matches any number of folders, `[…]`
+# is a set of characters. Files that tools leave beside the data ("_SUCCESS", ".part-0.crc",
 # "_temporary/") are hidden: wildcards do not match them, and folders do not include them.
 # "_key=value" is not hidden. Hadoop's "name._COPYING_" and "name_$folder$" are hidden, too.
 
@@ -252,22 +252,22 @@ _MAGIC = re.compile(r"[*?\[]")
 _HIDDEN = re.compile(r"(?:\A|/)(?:\.|_[^/=]*(?:/|\Z))")
 _LEFT_BY_HADOOP = ("._COPYING_", "_$folder$")
 _VISIBLE = r"(?!\.)(?!_[^/=]*(?:/|\Z))"
-"""At the start of a segment: the segment is not hidden."""
+"""Matches at the beginning of a segment that is not hidden."""
 
 
 def is_glob(pattern: str) -> bool:
-    """Whether a pattern contains a wildcard. In an http url, a question mark starts the query."""
+    """Return whether a pattern contains a wildcard. In http urls, "?" begins the query."""
     return _MAGIC.search(_searched(pattern)) is not None
 
 
 def literal_prefix(pattern: str) -> str:
-    """Return the longest start of the pattern without a wildcard: the prefix to list."""
+    """Return the longest beginning of the pattern without a wildcard: the prefix to list."""
     wildcard = _MAGIC.search(_searched(pattern))
     return pattern[: wildcard.start()] if wildcard else pattern
 
 
 def is_hidden(name: str) -> bool:
-    """Whether any segment of a key below a folder is hidden."""
+    """Return whether any segment of a key below a folder is hidden."""
     return _HIDDEN.search(name) is not None or name.endswith(_LEFT_BY_HADOOP)
 
 
