@@ -74,7 +74,7 @@ test: setup ## run every test, three at a time (JOBS=1: one): they wait a third 
 # Python's own memory comes from malloc, so that the sanitizers check its bounds, too.
 SANITIZED := build/sanitized
 SANITIZER := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g -O1
-IN_C_TESTS := tests/worker/test_kernel.py tests/worker/test_packing.py tests/plan/test_packs.py tests/worker/test_gather.py tests/worker/test_row_layout.py \
+IN_C_TESTS := tests/worker/test_kernel.py tests/worker/test_packing.py tests/plan/test_packs.py tests/worker/test_gather.py \
   tests/plan/test_order.py \
   tests/formats/test_parquet_facts.py tests/store/test_receiving.py $(wildcard tests/transforms/test_pixels*.py) tests/transforms/test_added_steps.py
 MUTANTS ?= 100000

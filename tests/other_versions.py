@@ -33,7 +33,7 @@ FOR_TESTS = (
 FAST = (
     "arena", "client", "formats/test_arrow_ipc.py", "formats/test_jsonl.py",
     "formats/test_parquet.py", "formats/test_tar.py", "formats/test_tfrecord.py", "rpc",
-    "settings", "torch/test_loader.py", "torch/test_torch_private.py", "torch/local/test_epochs.py",
+    "settings", "torch/test_loader.py", "torch/test_torch_private.py", "torch/local/test_errors.py",
     "transforms/test_columns.py", "transforms/test_images.py",
 )  # fmt: skip
 BETWEEN = (

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
+import fleet
+import hostile
+import hygiene
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from fleet import Run, Service, node_processes
+from fleet import DATAPLANE, Run, Service, node_processes
 from sabotage import sabotage
 from small_nodes import alone_and_small
 
 from dataplane.base.background import EXIT_DEFECT
+from dataplane.rpc import names
 
 COUNT = 300
 OPTIONS = {"global_batch_size": 10}
@@ -77,3 +87,103 @@ def test_a_service_with_a_defect_ends_with_a_status_and_its_successor_goes_on(
         assert run.stream() == [[i] for i in range(COUNT)]
         run.kill()
         assert service.stop() == 0
+
+
+FLOOD = 400
+OPEN_FILES = 320
+
+
+@pytest.fixture
+def flooded_url(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    alone_and_small(monkeypatch, tmp_path)
+    monkeypatch.setenv("DATAPLANE_STATE_DIR", str(tmp_path / "state"))
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"id": list(range(COUNT))}), path, row_group_size=20)
+    return str(path)
+
+
+def test_hundreds_of_idle_connections_keep_no_trainer_out(tmp_path: Path, flooded_url: str) -> None:
+    log = tmp_path / "service.log"
+    limited = ["sh", "-c", f'ulimit -n {OPEN_FILES}; exec "$@"', "sh"]
+    with contextlib.ExitStack() as stack:
+        service = stack.enter_context(
+            subprocess.Popen(
+                [*limited, *DATAPLANE, "serve", "--listen", "127.0.0.1:0"],
+                stdout=subprocess.PIPE,
+                stderr=stack.enter_context(log.open("wb")),
+                text=True,
+            )
+        )
+        stack.callback(service.kill)
+        assert service.stdout is not None
+        address = service.stdout.readline().split()[-1]
+        service.stdout.readline()
+        host, _, port = address.rpartition(":")
+        for _ in range(FLOOD):
+            stack.enter_context(socket.create_connection((host, int(port)), 60))
+            idle = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            idle.connect("\0" + names.served_name(os.getuid(), address))  # waits its turn
+        with Run(tmp_path / "run", flooded_url, 1, {"batch_size": 10, "service": address}) as run:
+            run.finish()
+            assert run.stream() == [[i] for i in range(COUNT)]
+        service.terminate()
+        assert service.wait(60) == 0
+    written = log.read_text()
+    assert "Traceback" not in written
+    assert len(written) < 20_000
+
+
+def test_a_hostile_trainer_and_fuzzed_frames_end_no_process() -> None:
+    """For a moment, and without a limit of time: `tests/hostile.py` runs for longer."""
+    assert "slabs in 2 s" in hostile.trainers(2.0, most_s=60.0)
+    assert hostile.fuzzed(400).startswith("400 frames and calls")
+
+
+SCRIPT = """
+import os, sys, torch
+print(sys.argv[1], os.environ["OWN"], "DATAPLANE_TEST_RUN" in os.environ, flush=True)
+sys.stderr.write("a word\\n")
+sys.exit(int(sys.stdin.readline()))
+"""
+
+
+@pytest.fixture
+def started(tmp_path):
+    script, errors = tmp_path / "script.py", tmp_path / "errors"
+    script.write_text(SCRIPT)
+    with errors.open("ab") as stderr:
+        process = fleet.WARM[0].run([str(script), "first"], {"OWN": "value"}, stderr.fileno())
+    yield process, errors
+    process.kill()
+    process.wait(60)
+    process.stdin.close()
+    process.stdout.close()
+
+
+def test_it_has_the_arguments_streams_and_environment_it_is_given_and_its_own_status(started):
+    process, errors = started
+    assert process.stdout.readline() == "first value False\n"
+    assert process.poll() is None
+    process.stdin.write("7\n")
+    process.stdin.flush()
+    assert process.wait(60) == process.poll() == 7
+    assert errors.read_text() == "a word\n"
+
+
+def test_what_a_test_forgets_is_found_and_killed(tmp_path, run_mark):
+    before = hygiene.take(run_mark)
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    process = fleet.WARM[0].run([str(script), "first"], {"OWN": "value"}, sys.stderr.fileno())
+    assert process.pid in {pid for pid, _ in hygiene._new_processes(before, run_mark)}
+    hygiene.kill_new(before, run_mark)
+    # Its parent may have been killed first, and then reports nothing.
+    process.stdin.close()
+    process.stdout.close()
+    process._told.close()
+
+
+def test_a_signal_is_its_status(started):
+    process, _ = started
+    process.kill()
+    assert process.wait(60) == -signal.SIGKILL

@@ -1,19 +1,37 @@
 """The coordinator in this process: acknowledged writes are on disk, even if the disk fails."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import logging
+import os
+import re
 import sqlite3
+import stat
+import subprocess
+import sys
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from membership import SPEC, VERSION, beat, join, leave, progress
 from msgspec import structs
 from trusted import TRUSTED
 
 from dataplane.coordinator.front import Coordinator, CoordinatorConfig, Journal, steady_wall_clock
-from dataplane.coordinator.records import Forget, Incarnation, Keep, Member, Phase
+from dataplane.coordinator.records import (
+    Forget,
+    Incarnation,
+    Job,
+    Keep,
+    LedgerRecord,
+    Member,
+    Phase,
+)
 from dataplane.coordinator.server import CoordinatorServer
-from dataplane.coordinator.store import JobStore, _body
+from dataplane.coordinator.store import MEMORY, SCHEMA_VERSION, JobStore, _body, _read
+from dataplane.model.config import JobSpec
 from dataplane.model.errors import (
     ClosedError,
     ConfigError,
@@ -21,7 +39,19 @@ from dataplane.model.errors import (
     LeaseExpired,
     NotWrittenError,
 )
-from dataplane.model.records import ColumnOptions, Topology
+from dataplane.model.ledger import LedgerEntry, LedgerPosition
+from dataplane.model.records import (
+    ColumnOptions,
+    Cut,
+    DatasetIdentity,
+    Decoding,
+    End,
+    ImageSpec,
+    ListPolicy,
+    StackSpec,
+    StepSpec,
+    Topology,
+)
 from dataplane.node.places import patiently
 from dataplane.rpc.membership import StatusRequest
 
@@ -306,3 +336,243 @@ def test_the_clock_starts_at_the_wall_clock_and_runs_evenly():
     first, second = clock(), clock()
     assert first > 1_700_000_000
     assert second >= first
+
+
+JOB = Job("j", "s3://b/x", SPEC, 1000, 2, 1, "i1")
+
+names = st.text(max_size=12)
+u64 = st.integers(0, 2**64 - 1)
+images = st.builds(
+    ImageSpec,
+    column=names,
+    height=u64,
+    width=u64,
+    cut=st.sampled_from(Cut),
+    resize=st.lists(u64, max_size=2).map(tuple),
+    scale=st.lists(st.floats(0, 1), max_size=2).map(tuple),
+    decode=st.sampled_from(Decoding),
+)
+of_columns = st.builds(
+    ColumnOptions,
+    columns=st.lists(names).map(tuple),
+    lists=st.sampled_from(ListPolicy),
+    fill_null=st.lists(st.tuples(names, st.floats(allow_nan=False))).map(tuple),
+    stack=st.lists(st.builds(StackSpec, names, st.lists(names).map(tuple), names)).map(tuple),
+)
+specs = st.builds(
+    JobSpec,
+    fingerprint=names,
+    seed=u64,
+    shuffle=st.booleans(),
+    lanes=u64,
+    window=u64,
+    global_batch=u64,
+    end=st.sampled_from(End),
+    transforms=st.lists(images, max_size=2).map(tuple),
+    column_options=of_columns,
+)
+jobs = st.builds(
+    Job, names, names, specs, u64, u64, u64, names, u64, u64, st.floats(0, 1e10),
+    urls=st.lists(names, max_size=2).map(tuple),
+    identity=st.none() | st.builds(DatasetIdentity, names, names),
+)  # fmt: skip
+places = st.builds(Topology, *[st.integers(0, 2**32 - 1)] * 6)
+members = st.builds(
+    Member, names, names, places, names, st.sampled_from(Phase), u64, u64, u64, st.floats(0, 1e9)
+)
+entries = st.builds(
+    LedgerEntry, u64, names, st.builds(LedgerPosition, u64, u64), names, names, st.floats(0, 1e10)
+)
+records = st.lists(
+    jobs
+    | members
+    | st.builds(Incarnation, names, names, u64)
+    | st.builds(LedgerRecord, names, names, entries),
+    max_size=8,
+)
+
+
+def key(record):
+    name = getattr(record, "member_id", getattr(record, "name", ""))
+    return (type(record).__name__, record.job_id, name)
+
+
+@given(batches=st.lists(records, max_size=3))
+def test_what_is_written_last_comes_back(batches):
+    store = JobStore(MEMORY)
+    expected = {}
+    for batch in batches:
+        store.write([Keep(record) for record in batch])
+        expected |= {key(record): record for record in batch}
+    assert {key(record): record for record in store.load()} == expected
+    for record in expected.values():
+        store.write([Forget(type(record), *key(record)[1:])])
+    assert store.load() == []
+    store.close()
+    store.close()
+
+
+def test_a_job_in_the_form_of_another_version_is_refused_with_what_to_do(tmp_path):
+    path = tmp_path / "c.db"
+    JobStore(str(path)).close()
+    body = '{"job_id":"j","dataset":"d","spec":{"fingerprint":"f","columns":["a","b"]},"sample_count":9}'
+    with contextlib.closing(sqlite3.connect(path)) as db, db:
+        db.execute("INSERT INTO jobs VALUES ('j', '', ?)", (body,))
+    store = JobStore(str(path))
+    with pytest.raises(ConfigError, match="Another version of Dataplane has written it: use that"):
+        store.load()
+    store.close()
+
+
+def test_records_survive_and_the_file_is_private(tmp_path):
+    path = tmp_path / "deep" / "er" / "c.db"
+    store = JobStore(str(path))
+    store.write([Keep(JOB), Keep(MEMBER), Keep(Incarnation("j", "i1", 1))])
+    store.close()
+    again = JobStore(str(path))
+    assert again.load() == [JOB, MEMBER, Incarnation("j", "i1", 1)]
+    again.close()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_lease_is_not_stored():
+    store = JobStore(MEMORY)
+    store.write([Keep(structs.replace(MEMBER, deadline=99.0))])
+    assert store.load() == [MEMBER]
+    store.close()
+
+
+def test_a_batch_is_written_whole_or_not_at_all():
+    store = JobStore(MEMORY)
+    store.write([Keep(JOB)])
+    unwritable = structs.replace(MEMBER, member_id="\ud800")
+    with pytest.raises(UnicodeEncodeError):
+        store.write([Forget(Job, "j"), Keep(unwritable)])
+    assert store.load() == [JOB]
+    store.write([Keep(MEMBER)])
+    store.close()
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_second_coordinator_on_the_same_file_is_refused(tmp_path, is_new):
+    path = str(tmp_path / "c.db")
+    if not is_new:
+        JobStore(path).close()
+    first = JobStore(path)
+    code = (
+        "import sys\n"
+        "from dataplane.coordinator import store\n"
+        "from dataplane.model.errors import ConfigError\n"
+        "store._LOCK_TIMEOUT_S = 0.1\n"
+        "try: store.JobStore(sys.argv[1])\n"
+        "except ConfigError as error: sys.stdout.write(str(error))\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code, path], capture_output=True, text=True, check=True, timeout=60
+    )
+    # Some kernels and sandboxes do not say which process holds a lock.
+    who = rf"another coordinator( \(process {os.getpid()}\))?"
+    assert re.search(rf"c\.db is locked: {who} uses it", found.stdout)
+    first.write([Keep(JOB)])
+    first.close()
+
+
+def test_a_damaged_database_is_refused(tmp_path):
+    path = tmp_path / "c.db"
+    store = JobStore(str(path))
+    many = [Keep(structs.replace(MEMBER, member_id=f"m{n}")) for n in range(500)]
+    store.write(many)
+    store.close()
+    whole = path.read_bytes()
+    for damaged in (
+        b"this is no database at all" * 50,
+        whole[:100] + b"\xa5" * (len(whole) - 100),
+        whole[: len(whole) // 2],
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(ConfigError, match=r"is damaged: .* move it away") as caught:
+            JobStore(str(path))
+        assert caught.value.nouns == {"path": str(path)}
+
+
+def test_a_record_that_makes_no_sense_is_damage(tmp_path):
+    path = str(tmp_path / "c.db")
+    JobStore(path).close()
+    db = sqlite3.connect(path)
+    db.execute("INSERT INTO jobs VALUES ('j', '', '{\"job_id\": 3}')")
+    db.commit()
+    db.close()
+    store = JobStore(path)
+    with pytest.raises(ConfigError, match="the record 'j' of jobs cannot be read"):
+        store.load()
+    store.close()
+
+
+def test_another_version_and_another_program_are_refused_and_left_alone(tmp_path):
+    path = tmp_path / "c.db"
+    JobStore(str(path)).close()
+    db = sqlite3.connect(path)
+    db.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+    db.close()
+    newer = path.read_bytes()
+    with pytest.raises(ConfigError, match="written by another version of Dataplane"):
+        JobStore(str(path))
+    assert path.read_bytes() == newer
+
+    foreign = tmp_path / "bookmarks.db"
+    db = sqlite3.connect(foreign)
+    db.execute("CREATE TABLE bookmarks (url)")
+    db.close()
+    before = foreign.read_bytes()
+    with pytest.raises(ConfigError, match="the database of another program"):
+        JobStore(str(foreign))
+    assert foreign.read_bytes() == before
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be opened: Is a directory"):
+        JobStore(str(tmp_path))
+    blocked = tmp_path / "file"
+    blocked.touch()
+    with pytest.raises(ConfigError, match="cannot be opened"):
+        JobStore(str(blocked / "c.db"))
+
+
+def test_a_full_disk_is_an_error_that_changes_nothing(tmp_path):
+    store = JobStore(str(tmp_path / "c.db"))
+    store.write([Keep(JOB)])
+    (pages,) = store._db.execute("PRAGMA page_count").fetchone()
+    store._db.execute(f"PRAGMA max_page_count = {pages}")
+    big = structs.replace(MEMBER, node_id="x" * 100_000)
+    with pytest.raises(NotWrittenError, match=r"database or disk is full.*make room"):
+        store.write([Forget(Job, "j"), Keep(big)])
+    assert store.load() == [JOB]
+    store._db.execute("PRAGMA max_page_count = 1000000")
+    store.write([Keep(big)])
+    store.close()
+
+
+def test_the_stored_form_of_a_record_stays_the_same():
+    """Rows that were written by older versions are compared with, and read beside, newer ones."""
+    member = structs.replace(MEMBER, stall_s=1e16)
+    newer = ',"pp_rank":0,"pp_size":1,"cp_rank":0,"cp_size":1,"source":""'
+    body = (
+        '{"job_id":"j","member_id":"m","topology":{"dp_rank":0,"dp_size":2,"rank":0,'
+        f'"world_size":2,"local_rank":0,"local_world_size":1{newer}}},"node_id":"n","phase":'
+        '"joined","order":1,"epoch":0,"cursor":0,"samples_per_s":0.0,"stall_s":1e+16,"bound":""}'
+    )
+    assert _body(Keep(structs.replace(member, deadline=9.0))) == body
+    assert _read(Member, body.replace(newer, "")) == member
+    image = ImageSpec("é", 3, 4, Cut.RANDOM, steps=(StepSpec("S", (float("inf"),)),))
+    spec = JobSpec("f", 2**64 - 1, transforms=(image,), column_options=ColumnOptions(("x",)))
+    job, newer = Job("j", "d", spec, 9, 2, 3, "i"), ',"replaces":false'
+    body = _body(Keep(job))
+    assert body.startswith(
+        '{"job_id":"j","dataset":"d","spec":{"fingerprint":"f","seed":18446744073709551615,'
+        '"shuffle":false,"lanes":1,"window":1,"global_batch":1,"end":"ragged","transforms":['
+        '{"column":"\\u00e9","height":3,"width":4,"cut":"random","resize":[],"scale":[],'
+        '"ratio":[],"flip":0.0,"layout":"HWC","dtype":"uint8","mean":[],"std":[],'
+        '"decode":"auto","steps":[{"name":"S","numbers":[Infinity]}]'
+        f'{newer}}}],"column_options":{{'
+    )
+    assert _read(Job, body.replace(newer, "")) == job

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from other_orders import Backwards, Concatenated
+from scheduler_cluster import Cluster, Shape
 
+import dataplane
 from dataplane.arena.allocator import GRANULE_BYTES, Allocator
 from dataplane.arena.slots import Slots, plan_slots
 from dataplane.model.config import JobSpec
@@ -14,7 +23,7 @@ from dataplane.plan.order import Order
 from dataplane.rpc import tasks
 from dataplane.scheduler.asks import PATIENCE_S, Asks, Borrowed
 from dataplane.scheduler.blocks import BlockTable
-from dataplane.scheduler.dataset import BlockPlaces, DatasetBlocks, DatasetLookup, Marks
+from dataplane.scheduler.dataset import BlockName, BlockPlaces, DatasetBlocks, DatasetLookup, Marks
 from dataplane.scheduler.disk import DiskTier
 from dataplane.scheduler.events import (
     BlockDecoded,
@@ -28,8 +37,9 @@ from dataplane.scheduler.events import (
     OnlyDecoded,
     RefuseAsk,
 )
-from dataplane.scheduler.holdings import Holdings, WaitingTasks
-from dataplane.scheduler.records import Delivery, Moment, StreamState
+from dataplane.scheduler.holdings import LENT_PARTS, LOADING_PARTS, Holdings, WaitingTasks
+from dataplane.scheduler.next_use import NEVER, NextUse, WalkPosition
+from dataplane.scheduler.records import BlockPhase, CachedBlock, Delivery, Moment, StreamState
 from dataplane.scheduler.streams import SharedSlabs, StreamTable
 from dataplane.scheduler.walk import SlabSizes, Walk
 
@@ -234,3 +244,215 @@ def test_a_decoded_block_is_never_made_for_a_neighbour(*, is_there: bool):
         owner.load(1)
     number = owner.ask(1, decoded=True)
     assert owner.answers() == [RefuseAsk(number)]
+
+
+SMALL = Shape(
+    blocks=256, block_rows=125, window=256, batch=64, arena_bytes=2 << 20, slab_bytes=1 << 15,
+    slots_bytes=1 << 19, epochs=1,
+)  # fmt: skip
+LARGER = Shape(
+    blocks=512, block_rows=125, window=256, batch=128, arena_bytes=4 << 20, slab_bytes=1 << 17,
+    slots_bytes=1 << 21, lanes=4, epochs=1,
+)  # fmt: skip
+SCARCE = Shape(
+    nodes=2, ranks=1, lanes=1, window=2048, batch=32, blocks=32, shard_blocks=8, block_rows=64,
+    row_bytes=4096, arena_bytes=4 << 20, slab_bytes=1 << 19, epochs=1,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(SMALL, id="each block is needed by one node"),
+        pytest.param(LARGER, id="each block is needed by two nodes"),
+        pytest.param(replace(SMALL, lanes=1), id="each block is needed by all nodes"),
+        pytest.param(replace(LARGER, arena_bytes=8 << 20), id="there is memory for a half"),
+    ],
+)
+def test_memory_for_a_part_is_enough_to_read_each_block_once(shape: Shape) -> None:
+    cluster = Cluster(shape)
+    assert (
+        shape.nodes * shape.arena_bytes <= shape.blocks * shape.block_rows * shape.row_bytes / 1.9
+    )
+    assert {block for _, block in cluster.reads} == set(range(shape.blocks))
+    assert cluster.epoch_reads(0) <= 1.025, "in the mean over seeds it is 1.01"
+    assert cluster.longest_s[0] < 0.2
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(SCARCE, id="the open windows are larger than an arena"),
+        pytest.param(
+            replace(SCARCE, nodes=4, lanes=0, batch=64, arena_bytes=2 << 20), id="in order"
+        ),
+    ],
+)
+def test_no_rank_waits_for_room_in_the_memory_of_another_node(shape: Shape) -> None:
+    """The ranks go on together: what one node waits for may be what others wait for."""
+    cluster = Cluster(shape)
+    assert cluster.longest_s[0] < 0.5, cluster.longest_s
+
+
+@pytest.mark.parametrize("estimate", [1.0, 4.0])
+def test_memory_for_most_of_the_dataset_is_used_however_large_the_index_says_blocks_are(
+    estimate: float,
+) -> None:
+    """The four arenas hold three quarters of it."""
+    cluster = Cluster(replace(SMALL, epochs=3, arena_bytes=6 << 20, estimate=estimate))
+    assert max(map(cluster.epoch_reads, (1, 2))) <= 0.68, "in the mean over seeds it is 0.61"
+
+
+PAGE = 4096
+BLOCK_COUNT = 60
+ARENA = BLOCK_COUNT * PAGE
+
+
+class Arena:
+    """Blocks of a page each."""
+
+    def __init__(self) -> None:
+        pages = np.full(BLOCK_COUNT, PAGE, np.int64)
+        marks = Marks.of(pages, np.zeros(BLOCK_COUNT, np.int64), np.ones(BLOCK_COUNT, np.bool_))
+        self.dataset = DatasetBlocks(1, "d", marks, pages, pages, url=str)
+        self.holdings = Holdings(ARENA)
+
+    def load(self, index: int) -> CachedBlock:
+        block = CachedBlock(self.dataset, index, index + 1, BlockPhase.READY)
+        block.raw = Region(index * PAGE, PAGE)
+        self.holdings.changed(block)
+        return block
+
+    def drop(self, block: CachedBlock) -> None:
+        block.raw = None
+        self.holdings.gone(block)
+
+
+def test_what_is_being_loaded_takes_a_part_of_the_arena_or_is_two_blocks():
+    arena = Arena()
+    assert arena.holdings.may_read_ahead(ARENA)
+    arena.holdings.loading(arena.load(50))
+    assert arena.holdings.may_read_ahead(ARENA)
+    for name in ("is_asked", "is_tight"):
+        setattr(arena.holdings, name, True)
+        assert not arena.holdings.may_read_ahead(ARENA)
+        setattr(arena.holdings, name, False)
+    arena.holdings.loading(arena.load(51))
+    assert not arena.holdings.may_read_ahead(ARENA)
+    arena = Arena()
+    blocks = []
+    while arena.holdings.may_read_ahead(PAGE):
+        blocks.append(arena.load(len(blocks)))
+        arena.holdings.loading(blocks[-1])
+    assert len(blocks) == BLOCK_COUNT // LOADING_PARTS
+    arena.holdings.loaded(blocks[0])
+    assert arena.holdings.may_read_ahead(PAGE)
+    arena.holdings.loaded(blocks[0])
+    assert not arena.holdings.may_read_ahead(2 * PAGE)
+
+
+def test_wanted_blocks_leave_room_for_neighbours_that_ask():
+    arena = Arena()
+    holdings = arena.holdings
+    holdings.want(arena.dataset, np.arange(BLOCK_COUNT))
+    blocks = [arena.load(index) for index in range(BLOCK_COUNT - BLOCK_COUNT // LENT_PARTS)]
+    assert holdings.may_read_ahead(PAGE)
+    holdings.is_asked = True
+    assert not holdings.may_read_ahead(PAGE)
+    arena.drop(blocks[0])
+    assert holdings.may_read_ahead(PAGE)
+    holdings.want(arena.dataset, np.array([1, 2]))
+    holdings.want_no_more(arena.dataset, np.arange(1, BLOCK_COUNT))
+    assert holdings.may_read_ahead((BLOCK_COUNT - BLOCK_COUNT // LENT_PARTS - 2) * PAGE)
+    assert not holdings.may_read_ahead((BLOCK_COUNT - BLOCK_COUNT // LENT_PARTS - 1) * PAGE)
+
+
+def test_what_was_sent_last_is_kept_for_others_and_what_was_sent_first_may_go():
+    arena = Arena()
+    blocks = [arena.load(index) for index in range(30)]
+    for block in [*blocks, blocks[0]]:
+        arena.holdings.sent(block)
+    kept = [block for block in blocks if arena.holdings.may_be_asked(block)]
+    assert kept == [blocks[0], *blocks[30 - BLOCK_COUNT // LENT_PARTS + 1 :]]
+    arena.holdings.want(arena.dataset, np.array([1]))
+    assert list(arena.holdings.lent()) == [*blocks[2:], blocks[0]]
+    arena.drop(blocks[0])
+    assert not arena.holdings.may_be_asked(blocks[0])
+    assert list(arena.holdings.lent()) == blocks[2:]
+
+
+# The code that makes a job's order, and that which explains its lanes and windows.
+ORDER_MAKERS = {"plan/order.py", "plan/explain.py", "plan/shuffled.py", "commands/plan.py",
+                "commands/plan_reads.py", "plan/orders.py", "plan/mixed_order.py",
+                "plan/tombstones.py", "node/own_reads.py", "node/counts.py"}  # fmt: skip
+
+
+def _blocks(dataset_id: int, count: int) -> DatasetBlocks:
+    sizes = np.ones(count, np.int64)
+    return DatasetBlocks(
+        dataset_id, "d", Marks.of(sizes, sizes, np.ones(count, np.bool_)), sizes, sizes, str
+    )
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
+def test_every_number_is_one_block_of_one_dataset(counts: list[int], data: st.DataObject) -> None:
+    datasets = [_blocks(10 + at, count) for at, count in enumerate(counts)]
+    lookup = DatasetLookup(*datasets)
+    expected = [BlockName(each.dataset_id, i) for each in datasets for i in range(len(each.stored))]
+    assert [lookup.name(number) for number in range(sum(counts))] == expected
+    assert [lookup.number(*lookup.find(number)) for number in range(sum(counts))] == [
+        *range(sum(counts))
+    ]
+    numbers = sorted(data.draw(st.sets(st.integers(0, sum(counts) - 1))))
+    parts = lookup.parts(np.array(numbers, np.int64))
+    found = [(part.dataset.dataset_id, i) for part in parts for i in part.blocks.tolist()]
+    assert found == [expected[number] for number in numbers]
+    assert all(len(part.blocks) for part in parts)
+    for at, each in enumerate(datasets):
+        each.marks.keys[:] = np.arange(len(each.stored)) + 100 * at
+    keys = lookup.keys(np.array(numbers, np.int64)).tolist()
+    assert keys == [100 * (expected[n].dataset_id - 10) + expected[n].block for n in numbers]
+    assert all(each in lookup for each in datasets)
+    assert _blocks(9, 1) not in lookup
+
+
+def test_a_block_is_needed_where_the_order_over_all_datasets_has_it() -> None:
+    first, second = _blocks(1, 3), _blocks(2, 2)
+    lookup = DatasetLookup(first, second)
+    orders = [Order(np.full(n, 4), 0, False, 1, 1, 0) for n in (3, 2)]
+    order = Backwards(Concatenated(orders, [3, 2]))  # positions 0 to 7 belong to the second dataset
+    uses = NextUse(lambda dataset: [WalkPosition(1, order, 5, lookup.number(dataset, 0))])
+    blocks = [
+        CachedBlock(*lookup.find(number), 1 + number, BlockPhase.READY) for number in range(5)
+    ]
+    for block in blocks:
+        uses.add(block)
+    found = [(block.dataset.dataset_id, block.index, use) for block, use in uses.farthest()]
+    assert found == [(2, 1, NEVER), (1, 0, 11), (1, 1, 7), (1, 2, 3), (2, 0, 0)]
+    assert [uses.use_of(*lookup.find(number)) for number in range(5)] == [11, 7, 3, 0, NEVER]
+
+
+@given(st.lists(st.integers(1, 6), min_size=2, max_size=6), st.integers(0, 99), st.integers(1, 7))
+def test_a_walk_works_with_any_order_that_has_the_three_methods(
+    rows: list[int], seed: int, batch: int
+) -> None:
+    counts = [1, len(rows) - 1]
+    parts = [np.array(rows[:1]), np.array(rows[1:])]
+    order = Backwards(Concatenated([Order(each, seed, True, 2, 5, 0) for each in parts], counts))
+    spec = JobSpec("f", global_batch=batch)
+    plans = Walk(spec, order, Stream(0, 0, 0, 1), SlabSizes(4, 4, 0)).next_plans(sum(rows) + 1)
+    taken = [(plan.blocks[b], row) for plan in plans for b, row in plan.row_index.tolist()]
+    assert taken == list(zip(*order.locate(np.arange(sum(rows))), strict=True))
+    assert sorted(taken) == [(b, row) for b, count in enumerate(rows) for row in range(count)]
+
+
+def test_only_the_code_that_makes_an_order_knows_its_class() -> None:
+    root = Path(dataplane.__file__).parent
+    knowing = {
+        str(path.relative_to(root))
+        for path in root.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module == "dataplane.plan.order"
+        if "Order" in {alias.name for alias in node.names}
+    }
+    assert knowing < ORDER_MAKERS

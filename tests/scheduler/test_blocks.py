@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import random
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import force_setattr, replace
+from scheduler_scenes import epoch_of_one, far_too_small
+from scheduler_simulate import simulate
 
 from dataplane.arena.allocator import GRANULE_BYTES, Allocator
 from dataplane.arena.slots import Slots, plan_slots
@@ -19,7 +25,7 @@ from dataplane.rpc.messages import Batch
 from dataplane.scheduler import next_use, room
 from dataplane.scheduler.autoscaler import Autoscaler
 from dataplane.scheduler.blocks import BlockTable
-from dataplane.scheduler.dataset import DatasetBlocks, DatasetLookup, Marks
+from dataplane.scheduler.dataset import DatasetBlocks, DatasetLookup, DecodedParts, Marks
 from dataplane.scheduler.disk import DiskTier
 from dataplane.scheduler.elsewhere import Elsewhere
 from dataplane.scheduler.events import (
@@ -33,6 +39,7 @@ from dataplane.scheduler.events import (
 )
 from dataplane.scheduler.excerpts import Excerpts
 from dataplane.scheduler.holdings import Holdings, WaitingTasks
+from dataplane.scheduler.planning import Passes
 from dataplane.scheduler.records import (
     Delivery,
     Group,
@@ -415,3 +422,110 @@ def test_a_task_needs_its_decoded_blocks_and_the_largest_that_is_still_raw(
     on_the_way = [raw for raw, decoded in sizes if decoded]
     kept = sum(decoded or raw for raw, decoded in sizes)
     assert task.memory_needed == kept + max(on_the_way, default=0)
+
+
+INDEXED = 1 << 20
+
+
+def _dataset(indexed: list[int]) -> DatasetBlocks:
+    sizes = np.array(indexed, np.int64)
+    marks = Marks.of(sizes.copy(), sizes, np.ones(len(sizes), np.bool_))
+    return DatasetBlocks(1, "d", marks, sizes, sizes, url=str)
+
+
+def test_until_a_block_was_decoded_the_index_is_believed() -> None:
+    dataset = _dataset([1000, 0, 2000])
+    assert dataset.decoded(np.arange(3)).tolist() == [1000, 0, 2000]
+    assert [dataset.decoded_bytes(block) for block in range(3)] == [1000, 0, 2000]
+
+
+def test_a_decoded_block_is_known_exactly_and_others_become_as_large_a_part() -> None:
+    dataset = _dataset([10_000, 0, 20_000, 30_000])
+    dataset.was_decoded(2, 8000)
+    assert dataset.decoded_bytes(2) == 8000
+    assert 4000 <= dataset.decoded_bytes(0) <= 4100
+    assert dataset.decoded_bytes(1) == 0
+    dataset.was_decoded(0, 9000)
+    assert dataset.decoded_bytes(2) == 8000
+    assert dataset.decoded_bytes(3) >= 27_000
+
+
+def test_one_block_larger_than_indexed_does_not_make_others_seem_larger() -> None:
+    dataset = _dataset([1000, 1000])
+    dataset.was_decoded(0, 1 << 40)
+    assert dataset.decoded_bytes(0) == 1 << 40
+    assert dataset.decoded_bytes(1) == 1000
+
+
+@given(st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 1 << 21)), min_size=1))
+def test_many_are_expected_as_each_is(blocks: list[tuple[int, int]]) -> None:
+    dataset = _dataset([indexed for indexed, _ in blocks])
+    for block, (indexed, decoded) in enumerate(blocks):
+        if indexed and block % 2:
+            dataset.was_decoded(block, decoded)
+        together = dataset.decoded(np.arange(len(blocks))).tolist()
+        assert together == [dataset.decoded_bytes(one) for one in range(len(blocks))]
+
+
+@given(st.floats(0.01, 0.9), st.floats(1e-6, 0.09))
+def test_few_blocks_are_larger_than_expected_however_they_grow(first: float, spread: float) -> None:
+    """The worst case: each is larger than any before."""
+    parts, too_small = DecodedParts(), 0
+    for part in np.linspace(first, first + spread, 5000).tolist():
+        decoded = int(part * INDEXED)
+        too_small += decoded > parts.expected(INDEXED)
+        parts.seen(INDEXED, decoded)
+    most = 2 + math.log(max(spread * INDEXED / 64, 1)) / math.log(9 / 8)
+    assert too_small <= most
+
+
+@pytest.mark.parametrize("seed", [1, 2, 5])
+def test_blocks_are_read_far_less_often_than_once_a_batch(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = simulate(lambda: far_too_small(random.Random(seed), monkeypatch), epoch_of_one)
+    (consumer,) = run.consumers
+    assert consumer.ended
+    once_a_batch = sum(len({block for block, _ in samples}) for _, _, samples in consumer._steps)
+    told = [note for note in run.notes if "smaller than the open windows" in note.event]
+    assert run.outside.extracted
+    assert len(told) == 1
+    assert run.outside.loads < once_a_batch * 2 / 3
+
+
+def test_excerpts_stay_while_readers_of_other_datasets_use_them() -> None:
+    """Those of the dataset that they were made for have gone."""
+    first, second, read = object(), object(), [object()]
+    excerpts = SimpleNamespace(is_open=True, awaited=lambda: (second,) if read else (), closed=0)
+
+    def close() -> None:
+        excerpts.closed += 1
+
+    excerpts.close = close
+    streams = SimpleNamespace(of_dataset=lambda dataset: dataset is second and bool(read))
+    passes = Passes(SimpleNamespace(), excerpts, streams, lambda _: None)  # type: ignore[arg-type]
+    passes._opened_for = (first,)  # type: ignore[assignment]
+    for _ in range(3):
+        assert not passes.look(None)
+    assert not excerpts.closed
+    read.clear()
+    assert not passes.look(None)
+    assert excerpts.closed == 1
+
+
+def _lost(losses: int, read_between: int) -> bool:
+    """Whether excerpts are needed after a block of 60 bytes was lost so often, with so many bytes
+    read in between, in an arena of 100.
+    """
+    holdings, block = Holdings(100), SimpleNamespace(kept_bytes=60)
+    for _ in range(losses):
+        holdings.loaded_bytes += read_between
+        holdings.lose(block)  # type: ignore[arg-type]
+    return holdings.needs_excerpts
+
+
+def test_a_job_that_loses_little_of_what_it_reads_makes_no_excerpts() -> None:
+    assert not _lost(losses=1, read_between=0)
+    assert _lost(losses=2, read_between=0)
+    assert _lost(losses=3, read_between=100)
+    assert not _lost(losses=1000, read_between=240)

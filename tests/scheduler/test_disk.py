@@ -8,12 +8,35 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataplane.arena.allocator import rounded
+from dataplane.arena.allocator import Allocator, rounded
 from dataplane.plan.order import Order
-from dataplane.scheduler.dataset import DatasetBlocks, Marks
+from dataplane.scheduler import events
+from dataplane.scheduler.autoscaler import Autoscaler
+from dataplane.scheduler.blocks import BlockTable
+from dataplane.scheduler.dataset import (
+    GAP_BYTES_MIN,
+    JOINED_BYTES_MAX,
+    BlockPlaces,
+    DatasetBlocks,
+    Marks,
+)
 from dataplane.scheduler.disk import DiskTier, next_uses
-from dataplane.scheduler.events import DiskName
+from dataplane.scheduler.events import (
+    BlockFetched,
+    DiskFound,
+    DiskMissed,
+    DiskName,
+    DiskScanned,
+    Effect,
+    Fetch,
+    ScanDisk,
+)
+from dataplane.scheduler.holdings import Holdings, WaitingTasks
+from dataplane.scheduler.keeping import PAUSE_S
 from dataplane.scheduler.next_use import NEVER, WalkPosition
+from dataplane.scheduler.records import Moment
+from dataplane.scheduler.scheduler import Scheduler
+from dataplane.scheduler.streams import SharedSlabs, StreamTable
 
 PAGE, ROWS = 4096, 4
 FILE_BYTES = 2 * PAGE
@@ -218,3 +241,185 @@ def test_sizes_are_those_of_whole_pages() -> None:
     tier = Tier(1, FAR)
     tier.disk.found(DiskName(tier.dataset.digest, 0), 5)
     assert tier.disk.used_bytes == rounded(5) == PAGE
+
+
+PAGE_BYTES = 4096
+DIGEST = bytes(16)
+
+
+class Node:
+    """A scheduler with blocks 0 to 8 of a dataset on disk."""
+
+    def __init__(self, cache_bytes: int = 100 * PAGE_BYTES, trouble: str = "") -> None:
+        raw = np.full(9, PAGE_BYTES, np.int64)
+        marks = Marks.of(raw, np.zeros_like(raw), np.ones(9, np.bool_))
+        self.dataset = DatasetBlocks(1, "made up", marks, raw, raw, url=str, digest=DIGEST)
+        self._scheduler = Scheduler(64 * PAGE_BYTES, 4, Autoscaler(1, 1, 1), 60.0, cache_bytes)
+        self.tell(DiskFound(DIGEST, range(9), [PAGE_BYTES] * 9))
+        self.tell(DiskScanned(trouble))
+
+    def tell(self, event: events.Event, now: float = 0.0) -> list[str]:
+        """What is logged."""
+        effects = self._scheduler.decide(event, now)
+        return [effect.event for effect in effects if isinstance(effect, events.Note)]
+
+    def scans(self, now: float) -> bool:
+        """Whether the disk is scanned again at this time."""
+        effects = self._scheduler.decide(events.Ticked(0.0, 0.0), now)
+        return any(isinstance(effect, ScanDisk) for effect in effects)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether blocks may be written."""
+        return self._scheduler._tier.is_known
+
+    def asks(self, block: int, now: float) -> bool:
+        """Whether the disk is asked for it."""
+        self._scheduler.decide(events.Settled(), now)
+        return self._scheduler._tier.may_have(self.dataset, block, now)
+
+
+def test_a_disk_that_fails_is_left_alone_for_longer_each_time_and_told_once() -> None:
+    node, now, pause_s = Node(), 0.0, PAUSE_S
+    for _ in range(8):
+        assert node.asks(0, now)
+        failed = [node.tell(DiskMissed(node.dataset, n, "it burns"), now) for n in range(4)]
+        assert failed == [["the disk is not read for a while"], [], [], []]
+        assert not node.asks(0, now + pause_s - 1.0)
+        now += pause_s
+        pause_s = min(2 * pause_s, 3600.0)
+
+
+def test_a_lost_file_is_asked_for_once_and_many_are_told_together() -> None:
+    node = Node()
+    told = [node.tell(DiskMissed(node.dataset, block), 1.0) for block in range(8)]
+    assert [len(each) for each in told] == [1] + [0] * 7
+    assert not any(node.asks(block, 2.0) for block in range(8))
+    assert node.asks(8, 2.0)
+    assert not node.tell(DiskMissed(node.dataset, 0), 1.0), "that it is gone is known"
+    assert len(node.tell(DiskMissed(node.dataset, 8), 1.0 + PAUSE_S)) == 1
+
+
+def test_a_node_without_a_disk_asks_none() -> None:
+    assert not Node(0).asks(0, 1.0)
+
+
+def test_a_scan_that_fails_is_made_again_later_until_one_ends_well() -> None:
+    node, now, pause_s = Node(trouble="it burns"), 0.0, PAUSE_S
+    for _ in range(3):
+        assert not node.is_known
+        assert not node.scans(now + pause_s - 1.0)
+        now += pause_s
+        assert node.scans(now)
+        assert not node.scans(now + 4000.0), "one at a time"
+        told = node.tell(DiskScanned("it burns"), now)
+        assert told == ["the disk is not written for a while"]
+        pause_s *= 2
+    now += pause_s
+    assert node.scans(now)
+    node.tell(DiskFound(DIGEST, range(9), [PAGE_BYTES] * 9), now)
+    assert not node.tell(DiskScanned(), now)
+    assert node.is_known
+    assert not node.scans(now + 10_000.0)
+
+
+def test_a_scan_that_ends_well_is_not_repeated() -> None:
+    node = Node()
+    assert node.is_known
+    assert not node.scans(10_000.0)
+
+
+KIB = 1 << 10
+lengths = st.integers(1, 300 * KIB) | st.sampled_from([JOINED_BYTES_MAX, JOINED_BYTES_MAX + 1])
+gaps = st.sampled_from([0, 0, 0, 8, 5 * KIB, 64 * KIB, GAP_BYTES_MIN - 1, GAP_BYTES_MIN])
+blocks = st.lists(st.tuples(st.booleans(), gaps, lengths), min_size=1, max_size=40)
+
+
+def places_of(drawn: list[tuple[bool, int, int]]) -> BlockPlaces:
+    """Of blocks that may begin a shard, at some distance behind the one before, of some length."""
+    shard, offset, at = [], [], 0
+    for is_first, gap, length in drawn:
+        at = 0 if is_first else at
+        shard.append((shard[-1] if shard else 0) + is_first)
+        offset.append(at + gap)
+        at += gap + length
+    length = np.array([length for *_, length in drawn], np.int64)
+    return BlockPlaces(np.array(shard, np.int32), np.array(offset, np.int64), length)
+
+
+def check_request(places: BlockPlaces, request: list[int]) -> None:
+    """One that reads these blocks."""
+    first, last = request[0], request[-1]
+    assert request == [*range(first, last + 1)]
+    assert places.shard[first] == places.shard[last]
+    wanted = int(places.length[first : last + 1].sum())
+    length = int(places.offset[last] + places.length[last] - places.offset[first])
+    if len(request) > 1:
+        assert wanted <= length <= JOINED_BYTES_MAX
+        ends = places.offset[first:last] + places.length[first:last]
+        assert (places.offset[first + 1 : last + 1] - ends < GAP_BYTES_MIN).all()
+
+
+@given(blocks, st.sets(st.integers(0, 39)), st.data())
+def test_each_wanted_block_is_read_once_and_no_other(
+    drawn: list[tuple[bool, int, int]], unwanted: set[int], data: st.DataObject
+) -> None:
+    places, count = places_of(drawn), len(drawn)
+    effects: list[Effect] = []
+    allocator, moment = Allocator(1 << 30), Moment()
+    shared = SharedSlabs(allocator, StreamTable(), moment)
+    waiting = WaitingTasks(moment, Holdings(allocator.size_bytes))
+    disk = DiskTier(0, 0, shared.readings)
+    table = BlockTable(allocator, 2, shared, waiting, disk, effects.append, moment)
+    none = np.zeros(count, np.int64)
+    marks = Marks.of(places.length, none, np.ones(count, np.bool_))
+    rows = np.ones(count, np.int64)
+    dataset = DatasetBlocks(1, "d", marks, places.length, rows, str, places=places)
+    wanted = [block for block in range(count) if block not in unwanted]
+    waiting.requested.update({(1, index): None for index in wanted})
+    needed, read, under_way = data.draw(st.permutations(wanted)), list[int](), list[int]()
+    requests: list[list[int]] = []
+    while needed or under_way:
+        while needed and table.start(dataset, needed[0], greedy=False):
+            needed.pop(0)
+        for fetch in effects:
+            if isinstance(fetch, Fetch):
+                read.append(fetch.block)
+                under_way.append(fetch.key)
+                if fetch.is_joined:
+                    requests[-1].append(fetch.block)
+                else:
+                    requests.append([fetch.block])
+        effects.clear()
+        if under_way:
+            which = data.draw(st.integers(0, len(under_way) - 1))
+            table.fetched(BlockFetched(under_way.pop(which)))
+    assert sorted(read) == wanted
+    for request in requests:
+        check_request(places, request)
+    assert table.fetches._reads == table.fetches._bytes == 0
+
+
+def neighbours(count: int, length: int, gap: int = 0) -> BlockPlaces:
+    return places_of([(False, gap, length)] * count)
+
+
+def test_small_neighbours_are_joined_up_to_the_limit_and_large_ones_are_not() -> None:
+    assert [*neighbours(40, 128 * KIB).following(3)] == [*range(4, 19)]
+    assert [*neighbours(4, JOINED_BYTES_MAX // 2).following(0)] == [1]
+    assert not [*neighbours(4, JOINED_BYTES_MAX // 2 + 1).following(0)]
+
+
+def test_a_gap_that_costs_more_than_a_request_is_not_read() -> None:
+    assert [*neighbours(4, 80 * KIB, 10 * KIB).following(0)] == [1, 2, 3]
+    assert [*neighbours(20, KIB, GAP_BYTES_MIN - 1).following(0)] == [*range(1, 8)]
+    assert not [*neighbours(4, 80 * KIB, GAP_BYTES_MIN).following(0)]
+
+
+def test_holes_in_blocks_are_not_bytes_of_the_request() -> None:
+    length = np.full(4, JOINED_BYTES_MAX, np.int64)
+    offset, count = np.cumsum(length) - length, np.ones(4, np.int64)
+    hole_bytes = length - 100 * KIB
+    places = BlockPlaces(np.zeros(4, np.int32), offset, length, count, hole_bytes)
+    assert [*places.following(0)] == [1, 2, 3]
+    assert places.read_count(0) == 2

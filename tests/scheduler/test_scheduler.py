@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 from scheduler_consumers import Consumer
 from scheduler_run import STALL_S, Run
-from scheduler_scenes import several
+from scheduler_scenes import epoch_of_one, far_too_small, several
 from scheduler_simulate import simulate
 
 from dataplane.arena.slots import AHEAD_SLOTS_MIN, SlotLayout, Slots, plan_slots
 from dataplane.model.errors import BudgetTooSmall, StoreDenied
+from dataplane.model.records import Stream
 from dataplane.scheduler import events, scheduler
 from dataplane.scheduler.autoscaler import HUNGRY_LOOKS
-from dataplane.scheduler.dataset import DatasetLookup
+from dataplane.scheduler.blocks import ReadAgain
+from dataplane.scheduler.dataset import Account, DatasetLookup, Stamps, stage_times
+from dataplane.scheduler.events import Note
 from dataplane.scheduler.records import Delivery, SlabPhase
 
 SEEDS = st.integers(0, 10**9)
@@ -301,3 +308,127 @@ def test_there_are_more_workers_when_all_are_at_work_and_a_trainer_waits() -> No
         run.tell(events.Ticked(2.0, 1.0))
     assert run.sizes == [4]
     run.end()
+
+
+times = st.floats(0.0, 1e5)
+
+
+@given(stamps=st.builds(Stamps, times, times, times, times, times, times), later=times)
+def test_stages_follow_one_another_from_the_plan_to_the_hand_over(stamps, later):
+    now = stamps.planned + later
+    stages = stamps.stages(now)
+    assert all(stage >= 0 for stage in stages)
+    assert sum(stages) == pytest.approx(later * 1e6, abs=len(stages))
+
+
+@given(st.lists(st.tuples(st.sampled_from(["read", "end", "tell"]), st.integers(1, 100))))
+def test_time_of_overlapping_reads_is_counted_once(acts):
+    account, now, under_way, read_s, told = Account(), 0.0, 0, 0.0, []
+    for act, seconds in acts:
+        if act == "read":
+            account.read_began(now)
+            under_way += 1
+        elif act == "end" and under_way:
+            account.read_ended(now, 10)
+            under_way -= 1
+        elif act == "tell":
+            told.append(stage_times((0,) * 6, [account], 2, now))
+        read_s += seconds if under_way else 0
+        now += seconds
+    told.append(stage_times((0,) * 6, [account], 2, now))
+    assert sum(one.reading for one in told) == pytest.approx(read_s * 1e6)
+    assert sum(one.read_bytes for one in told) % 10 == 0
+    again = stage_times((0,) * 6, [account], 2, now)
+    assert (again.reading, again.read_bytes, again.decoding) == (0, 0, 0)
+    assert all(a.workers == b.workers for a, b in itertools.pairwise(told))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_was_read_and_what_was_found_is_what_was_needed(seed: int) -> None:
+    run = Run(random.Random(seed), tight=False, factor=8.0)
+    (world, *_) = run.worlds.values()
+    consumers = []
+    for _ in range(3):
+        place = run.deliver_to(world)
+        consumers.append(run.begin(place, Stream(0, 0, 0, 1)))
+        run.go()
+    needed = sum(
+        int(world.lengths[block])
+        for consumer in consumers
+        for block in consumer.blocks_needed
+        if world.blocks.needs_fetch(block)
+    )
+    read = sum(
+        int(world.lengths[block])
+        for block in set().union(*(one.blocks_needed for one in consumers))
+        if world.blocks.needs_fetch(block)
+    )
+    assert run.scheduler.found_bytes == needed - read, "each block was read once"
+    run.end()
+
+
+def block(dataset_id: int = 1, index: int = 0) -> Any:
+    dataset = SimpleNamespace(dataset_id=dataset_id, name="lab", stored=np.array([7, 9]))
+    return SimpleNamespace(dataset=dataset, index=index)
+
+
+def test_a_line_comes_less_and_less_often() -> None:
+    notes: list[Note] = []
+    again = ReadAgain(1 << 20, notes.append)
+    for second in range(3600):
+        again.note(block(index=0), float(second))
+        again.note(block(index=1), float(second))
+    lines = [note.facts for note in notes]
+    assert [line["seconds"] for line in lines] == [10, 60, 120, 240, 480, 960]
+    assert [line["blocks"] for line in lines[:2]] == [21, 120]
+    assert lines[0]["bytes"] == 10 * 16 + 7
+    assert lines[1]["bytes"] == 60 * 16
+    assert lines[0]["block_arena_bytes"] == 1 << 20
+    assert lines[0]["dataset"] == "lab"
+
+
+def test_repeated_reads_are_logged_at_least_every_hour() -> None:
+    notes: list[Note] = []
+    again = ReadAgain(1 << 20, notes.append)
+    for minute in range(24 * 60):
+        again.note(block(), 60.0 * minute)
+    assert [note.facts["seconds"] for note in notes][-3:] == [3600] * 3
+
+
+def test_a_few_repeated_reads_are_not_logged_and_a_closed_dataset_is_forgotten() -> None:
+    notes: list[Note] = []
+    again = ReadAgain(1, notes.append)
+    again.note(block(), 0.0)
+    again.forget(1)
+    again.note(block(), 100.0)
+    assert notes == []
+
+
+def test_an_arena_larger_than_the_dataset_reads_nothing_twice_and_a_smaller_one_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counted = []
+
+    def note(_: ReadAgain, evicted: Any, _now: float) -> None:
+        counted.append(evicted)
+
+    monkeypatch.setattr(ReadAgain, "note", note)
+    for seed in range(8):
+        simulate(lambda seed=seed: Run(random.Random(seed), tight=False, factor=50), several)
+    assert not counted
+    for seed in range(24):
+        simulate(lambda seed=seed: Run(random.Random(seed), tight=False, factor=1), several)
+    assert counted
+
+
+@pytest.mark.parametrize("seed", [1, 2, 5])
+def test_blocks_that_leave_rows_behind_count(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An arena is smaller than one batch's blocks: their rows are copied, and they give way."""
+    noted: list[int] = []
+    monkeypatch.setattr(ReadAgain, "note", lambda _, block, _now: noted.append(block.index))
+    run = simulate(lambda: far_too_small(random.Random(seed), monkeypatch), epoch_of_one)
+    needed = len({block for _, _, samples in run.consumers[0]._steps for block, _ in samples})
+    again = run.outside.loads - needed
+    assert again > needed
+    # Some give way before their windows open, and each may for a last time at the end of its own.
+    assert 0.7 * again <= len(noted) <= again + needed

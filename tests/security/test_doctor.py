@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import jwt
 import pytest
 from certificates import Authority
+from fleet import Service
 
 from dataplane.cli import run
+from dataplane.security.environment import without_secrets
 
 
 @pytest.fixture
@@ -213,3 +218,107 @@ def test_a_secret_of_neighbours_that_others_can_read_is_told(examined, tmp_path)
 
 def test_settings_that_cannot_be_used_are_told(examined):
     assert "cannot be read" in examined("--token-file", "/nowhere")["settings"][1]
+
+
+_CODE = """
+import ctypes, os
+import psutil
+from dataplane.security.environment import forget_secrets, hide_secrets
+getenv = ctypes.CDLL(None).getenv
+getenv.restype = ctypes.c_char_p
+shown = lambda: open("/proc/self/environ").read()
+names = ("AWS_SECRET_ACCESS_KEY", "DATAPLANE_TOKEN")
+print("hush" in shown())
+hide_secrets()
+print("hush" in shown(), "KEPT=1" in shown(), [getenv(name.encode()) for name in names])
+forget_secrets()
+print("hush" in str(os.environ), "hush" in shown(), [getenv(name.encode()) for name in names])
+print(getenv(b"KEPT"), psutil.Process().environ().get("KEPT"))
+"""
+
+
+def test_the_kernel_shows_no_secrets_and_a_process_can_forget_them() -> None:
+    given = {"AWS_SECRET_ACCESS_KEY": "hush", "DATAPLANE_TOKEN": "hush2", "KEPT": "1"}
+    command = [sys.executable, "-c", _CODE]
+    done = subprocess.run(
+        command, env={**os.environ, **given}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == [
+        "True",
+        "False True [b'hush', b'hush2']",
+        "False False [None, None]",
+        "b'1' 1",
+    ]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "GOOGLE_APPLICATION_CREDENTIALS", "AZURE_CLIENT_ID"),
+        *("HF_TOKEN", "GITHUB_TOKEN", "PGPASSWORD_TOKEN", "db_password", "WANDB_API_KEY", "MY_KEY"),
+        *("DATAPLANE_TOKEN", "DATAPLANE_TOKEN_FILE", "CONNECTION_STRING", "SECRETS"),
+    ],
+)
+def test_what_names_a_secret_is_one(name: str) -> None:
+    assert without_secrets({name: "x"}) == {}
+
+
+def test_logins_in_urls_are_secrets_and_all_else_is_kept() -> None:
+    kept = {
+        "PATH": "/bin",
+        "PWD": "/",
+        "PYTHONPATH": "x",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HTTP_PROXY": "http://proxy:3128",
+        "KEYBOARD": "us",
+        "DATAPLANE_CACHE_DIR": "/c",
+    }
+    assert without_secrets(kept | {"http_proxy": "http://me:hush@proxy:1"}) == kept
+
+
+TOKEN = "a-token-that-nobody-else-may-read-0123"
+
+
+def test_the_token_is_found_by_the_same_user_and_stands_in_no_log_and_no_argv(
+    tmp_path, monkeypatch, capfd
+):
+    monkeypatch.delenv("DATAPLANE_STATE_DIR", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    given = (*("--log-level", "debug"), *("--listen", "127.0.0.1:0"))
+    log = tmp_path / "log"
+    # `env` runs it: its command line is no other process's.
+    with Service("--coordinator", *given, log=log, within=("env",)) as service:
+        own = (tmp_path / ".local/state/dataplane/token").read_text().strip()
+        assert run(["status", service.address]) == 0
+        monkeypatch.setenv("HOME", "/nowhere")
+        assert run(["status", service.address]) == 3
+        alone = capfd.readouterr().err
+        assert "This process has no token: set DATAPLANE_TOKEN, or --token-file" in alone
+        monkeypatch.setenv("DATAPLANE_TOKEN", TOKEN)
+        assert run(["status", service.address]) == 3
+        refused = capfd.readouterr().err
+        assert "the token is not the coordinator's" in refused
+        assert "the token of $DATAPLANE_TOKEN" in refused
+        argv = Path(f"/proc/{service.process.pid}/cmdline").read_bytes().decode()
+        told = log.read_text()
+        assert told.count("call refused") == 2
+        for text in (argv, told, alone, refused):
+            assert own not in text
+            assert TOKEN not in text
+
+
+EMBEDDED = """
+import sys, dataplane.node.server, dataplane.node.__main__, dataplane.client.session
+import dataplane.coordinator.front, dataplane.settings, dataplane.cli
+ours = ("dataplane.security.", "grpc", "jwt", "cryptography")
+every = [one for one in sys.modules if one.startswith(ours)]
+# Workers need the one, the node's own socket the other.
+print([one for one in every if not one.endswith((".environment", ".admission"))])
+"""
+
+
+def test_what_stays_on_one_host_imports_nothing_of_it():
+    done = subprocess.run(
+        [sys.executable, "-c", EMBEDDED], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"

@@ -274,22 +274,22 @@ HTTP_BODY = bytes(i % 251 for i in range(200_000))
 
 
 @pytest.fixture
-def awry_of_http_store() -> Iterator[Awry]:
+def http_server() -> Iterator[Awry]:
     with awry_server({"web/shard.bin": HTTP_BODY}) as server:
         yield server
 
 
-def _url(awry_of_http_store: Awry) -> str:
-    return f"{awry_of_http_store.endpoint}/web/shard.bin"
+def _url(http_server: Awry) -> str:
+    return f"{http_server.endpoint}/web/shard.bin"
 
 
-def _head(awry_of_http_store: Awry) -> ObjectInfo:
-    return HttpStore(awry_of_http_store.endpoint, 0.5, UrlPolicy()).head(_url(awry_of_http_store))
+def _head(http_server: Awry) -> ObjectInfo:
+    return HttpStore(http_server.endpoint, 0.5, UrlPolicy()).head(_url(http_server))
 
 
-def _read(awry_of_http_store: Awry) -> bytes:
-    store = HttpStore(awry_of_http_store.endpoint, 0.5, UrlPolicy())
-    return bytes(store.read(_url(awry_of_http_store), 10, 1000, etag_of(HTTP_BODY)))
+def _read(http_server: Awry) -> bytes:
+    store = HttpStore(http_server.endpoint, 0.5, UrlPolicy())
+    return bytes(store.read(_url(http_server), 10, 1000, etag_of(HTTP_BODY)))
 
 
 @pytest.mark.parametrize(
@@ -309,15 +309,15 @@ def _read(awry_of_http_store: Awry) -> bytes:
     ],
 )
 def test_each_failure_over_http_has_its_error(
-    awry_of_http_store: Awry, mood: Mood, error: type[StoreError], says: str
+    http_server: Awry, mood: Mood, error: type[StoreError], says: str
 ) -> None:
-    awry_of_http_store.be(mood)
+    http_server.be(mood)
     with pytest.raises(error, match=says) as raised:
-        _read(awry_of_http_store)
+        _read(http_server)
     assert type(raised.value) is error
-    assert raised.value.shard == _url(awry_of_http_store)
-    assert len(awry_of_http_store.seen) == 1
-    assert _read(awry_of_http_store) == HTTP_BODY[10:1010]
+    assert raised.value.shard == _url(http_server)
+    assert len(http_server.seen) == 1
+    assert _read(http_server) == HTTP_BODY[10:1010]
 
 
 @pytest.mark.parametrize(
@@ -336,80 +336,78 @@ def test_each_failure_over_http_has_its_error(
     ],
 )
 def test_an_answer_that_is_not_the_pinned_range_is_refused(
-    awry_of_http_store: Awry, altered: dict[str, str | None], error: type[StoreError], says: str
+    http_server: Awry, altered: dict[str, str | None], error: type[StoreError], says: str
 ) -> None:
-    awry_of_http_store.altered = altered
+    http_server.altered = altered
     with pytest.raises(error, match=says) as raised:
-        _read(awry_of_http_store)
+        _read(http_server)
     assert type(raised.value) is error
 
 
 def test_an_object_that_is_stored_compressed_is_read_as_it_is_stored(
-    awry_of_http_store: Awry,
+    http_server: Awry,
 ) -> None:
-    awry_of_http_store.altered = {"Content-Encoding": "gzip"}
-    assert _head(awry_of_http_store).size_bytes == len(HTTP_BODY)
-    assert _read(awry_of_http_store) == HTTP_BODY[10:1010]
+    http_server.altered = {"Content-Encoding": "gzip"}
+    assert _head(http_server).size_bytes == len(HTTP_BODY)
+    assert _read(http_server) == HTTP_BODY[10:1010]
 
 
-def test_a_range_beyond_the_end_has_its_error(awry_of_http_store: Awry) -> None:
-    awry_of_http_store.altered = {"Content-Range": "bytes */200000"}
-    store = HttpStore(awry_of_http_store.endpoint, 0.5, UrlPolicy())
+def test_a_range_beyond_the_end_has_its_error(http_server: Awry) -> None:
+    http_server.altered = {"Content-Range": "bytes */200000"}
+    store = HttpStore(http_server.endpoint, 0.5, UrlPolicy())
     with pytest.raises(TruncatedRead, match="gave 0 bytes"):
-        store.read(_url(awry_of_http_store), len(HTTP_BODY), 10, etag_of(HTTP_BODY))
+        store.read(_url(http_server), len(HTTP_BODY), 10, etag_of(HTTP_BODY))
 
 
 @pytest.mark.parametrize(
     "location", ["http://[", "http://h:99999/", "http://a..b/", f"http://{'a.' * 3000}/", ""]
 )
-def test_a_redirect_to_what_is_no_url_has_its_error(
-    awry_of_http_store: Awry, location: str
-) -> None:
-    awry_of_http_store.altered = {"Location": location}
-    awry_of_http_store.be(Mood.ELSEWHERE)
+def test_a_redirect_to_what_is_no_url_has_its_error(http_server: Awry, location: str) -> None:
+    http_server.altered = {"Location": location}
+    http_server.be(Mood.ELSEWHERE)
     with pytest.raises(StoreError, match="redirects to what is not a url"):
-        _head(awry_of_http_store)
-    assert len(awry_of_http_store.seen) == 1
+        _head(http_server)
+    assert len(http_server.seen) == 1
 
 
 @pytest.mark.parametrize("scheme", ["file", "gopher", "ftp", "dict", "s3"])
 def test_a_redirect_to_another_scheme_leaves_one_line_of_the_log(
-    awry_of_http_store: Awry,
+    http_server: Awry,
     scheme: str,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(policy, "_trace", Trace("security"))
-    awry_of_http_store.altered = {"Location": f"{scheme}:///etc/passwd"}
-    awry_of_http_store.be(Mood.ELSEWHERE)
+    http_server.altered = {"Location": f"{scheme}:///etc/passwd"}
+    http_server.be(Mood.ELSEWHERE)
     with pytest.raises(StoreDenied, match=f"redirects to {scheme}, which is not followed"):
-        _head(awry_of_http_store)
+        _head(http_server)
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith(f"url refused url={_url(awry_of_http_store)} ")
+    assert line.startswith(f"url refused url={_url(http_server)} ")
     assert f"it redirects to {scheme}, which is not followed" in line
 
 
-def test_a_redirect_to_another_scheme_shows_no_more_than_that(awry_of_http_store: Awry) -> None:
-    awry_of_http_store.altered = {"Location": f"data:{'x' * 3000}"}
-    awry_of_http_store.be(Mood.ELSEWHERE)
+def test_a_redirect_to_another_scheme_shows_no_more_than_that(http_server: Awry) -> None:
+    http_server.altered = {"Location": f"data:{'x' * 3000}"}
+    http_server.be(Mood.ELSEWHERE)
     with pytest.raises(StoreDenied, match="redirects to data, which is not followed"):
-        _head(awry_of_http_store)
+        _head(http_server)
 
 
 READ_BODY = (bytes(range(251)) * 12_000)[:300_000]
 
 
 @pytest.fixture
-def awry_of_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Awry]:
+def pinned_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Awry]:
     with awry_server({"web/shard.bin": READ_BODY}) as server:
         reach(server, monkeypatch)
         yield server
 
 
 @pytest.fixture(params=["http", "checked http", "s3"])
-def store(request: pytest.FixtureRequest, awry_of_reads: Awry) -> Iterator[tuple[Store, str]]:
+def store(request: pytest.FixtureRequest, pinned_server: Awry) -> Iterator[tuple[Store, str]]:
     """A store, and the url of its object."""
-    base, key = ("s3://web", "") if request.param == "s3" else (awry_of_reads.endpoint, "web/")
+    base, key = ("s3://web", "") if request.param == "s3" else (pinned_server.endpoint, "web/")
     policy = UrlPolicy() if request.param == "checked http" else None
     opened = open_store(base, policy=policy)
     yield opened, f"{base}/{key}shard.bin"
@@ -419,16 +417,16 @@ def store(request: pytest.FixtureRequest, awry_of_reads: Awry) -> Iterator[tuple
 
 @pytest.mark.parametrize("etag", [f"W/{etag_of(READ_BODY)}", None], ids=["weak", "none"])
 def test_an_object_is_read_and_its_change_seen_without_a_strong_etag(
-    awry_of_reads: Awry, store: tuple[Store, str], etag: str | None
+    pinned_server: Awry, store: tuple[Store, str], etag: str | None
 ) -> None:
     opened, url = store
-    awry_of_reads.altered = {"ETag": etag}
+    pinned_server.altered = {"ETag": etag}
     info = opened.head(url)
     for length in (1000, 200_000):
         into = bytearray(length)
         fill(opened, url, 10, info.etag, memoryview(into))
         assert into == READ_BODY[10 : 10 + length]
-    awry_of_reads.altered = {
+    pinned_server.altered = {
         "ETag": etag and 'W/"2"',
         "Last-Modified": "Wed, 21 Oct 2026 07:28:01 GMT",
     }
@@ -438,16 +436,16 @@ def test_an_object_is_read_and_its_change_seen_without_a_strong_etag(
 
 
 def test_an_object_without_etag_and_date_is_refused(
-    awry_of_reads: Awry, store: tuple[Store, str]
+    pinned_server: Awry, store: tuple[Store, str]
 ) -> None:
-    awry_of_reads.altered = {"ETag": None, "Last-Modified": None}
+    pinned_server.altered = {"ETag": None, "Last-Modified": None}
     opened, url = store
     with pytest.raises(StoreError, match=r"Last-Modified|last modified|LAST_MODIFIED"):
         opened.head(url)
 
 
-def test_without_etags_a_listed_object_is_the_one_that_is_read(awry_of_reads: Awry) -> None:
-    awry_of_reads.altered, awry_of_reads.listed = {"ETag": None}, "2026-10-21T07:28:00.700Z"
+def test_without_etags_a_listed_object_is_the_one_that_is_read(pinned_server: Awry) -> None:
+    pinned_server.altered, pinned_server.listed = {"ETag": None}, "2026-10-21T07:28:00.700Z"
     store = open_store("s3://web")
     (info,) = store.list("s3://web/")
     assert store.head(info.url) == info
@@ -455,10 +453,10 @@ def test_without_etags_a_listed_object_is_the_one_that_is_read(awry_of_reads: Aw
 
 
 def test_a_server_that_does_not_know_conditions_is_told_as_such(
-    awry_of_reads: Awry, store: tuple[Store, str]
+    pinned_server: Awry, store: tuple[Store, str]
 ) -> None:
     opened, url = store
-    awry_of_reads.altered = {"ETag": '"of the front"'}
+    pinned_server.altered = {"ETag": '"of the front"'}
     info = opened.head(url)
     for length in (1000, 200_000):
         with pytest.raises(StoreError, match="does not know If-Match"):
@@ -466,11 +464,11 @@ def test_a_server_that_does_not_know_conditions_is_told_as_such(
 
 
 def test_a_refused_condition_is_told_with_the_etag_of_now(
-    awry_of_reads: Awry, store: tuple[Store, str]
+    pinned_server: Awry, store: tuple[Store, str]
 ) -> None:
     opened, url = store
     info = opened.head(url)
-    awry_of_reads.objects["web/shard.bin"] = READ_BODY[::-1]
+    pinned_server.objects["web/shard.bin"] = READ_BODY[::-1]
     for length in (1000, 200_000):
         with pytest.raises(DatasetChangedError) as raised:
             fill(opened, url, 10, info.etag, memoryview(bytearray(length)))
@@ -481,13 +479,13 @@ def test_a_refused_condition_is_told_with_the_etag_of_now(
     "etag", [etag_of(READ_BODY), f"W/{etag_of(READ_BODY)}"], ids=["strong", "weak"]
 )
 def test_a_server_that_refuses_without_a_condition_is_no_change(
-    awry_of_reads: Awry, store: tuple[Store, str], etag: str
+    pinned_server: Awry, store: tuple[Store, str], etag: str
 ) -> None:
     opened, url = store
-    awry_of_reads.be(then=Mood.UNMET)
+    pinned_server.be(then=Mood.UNMET)
     with pytest.raises(StoreError, match="412"):
         fill(opened, url, 10, etag, memoryview(bytearray(1000)))
-    assert len(awry_of_reads.seen) <= 3
+    assert len(pinned_server.seen) <= 3
 
 
 TIMEOUT_S = 60.0

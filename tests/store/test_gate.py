@@ -480,15 +480,15 @@ class Seen:
 
 
 @pytest.fixture
-def awry_of_away() -> Iterator[Awry]:
+def away_server() -> Iterator[Awry]:
     with awry_server({"bucket/shard.bin": BODY}) as server:
         yield server
 
 
 @pytest.fixture
-def proxy(awry_of_away: Awry, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    with proxy_before(awry_of_away.port) as made:
-        environment = {**awry_of_away.environment(), "AWS_ENDPOINT_URL": made.endpoint}
+def proxy(away_server: Awry, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    with proxy_before(away_server.port) as made:
+        environment = {**away_server.environment(), "AWS_ENDPOINT_URL": made.endpoint}
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         yield made

@@ -1,4 +1,4 @@
-"""One rank of DDP over a mixture, whose weights it sets in the run: see test_mixture_ranks.py."""
+"""One rank of DDP over a mixture, whose weights it sets in the run: see test_mixture_weights.py."""
 
 from __future__ import annotations
 

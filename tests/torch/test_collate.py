@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -23,6 +26,7 @@ from dataplane_torch import (
     ToDtype,
 )
 from device_steps import content, step
+from fleet import kill_workers, own_nodes
 from pictures import encoded
 from PIL import Image
 from shards import parquet_bytes
@@ -308,3 +312,274 @@ def test_a_device_and_torchs_workers_get_the_same_batches(tmp_path: Path, onto: 
     dataset = ShardedIterableDataset(tmp_path, 16, collate=user_functions.padded)
     found = torch.utils.data.DataLoader(dataset, None, num_workers=2)
     assert [arrays_of(batch) for batch in found] == expected
+
+
+def mapped_shards(folder: Path, rows: int = 256, blocks: int = 4, count: int = 2) -> Path:
+    """Rows (row, txt) of Parquet shards, in blocks."""
+    folder.mkdir(exist_ok=True)
+    for shard in range(count):
+        first = shard * rows
+        numbers = list(range(first, first + rows))
+        texts = [None if number % 7 == 3 else "é" * (number % 5) for number in numbers]
+        table = pa.table({"row": numbers, "txt": texts, "unused": [0.5] * rows})
+        pq.write_table(table, folder / f"{shard}.parquet", row_group_size=rows // blocks)
+    return folder
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    """Wait for this, with a deadline that only ends a hang."""
+    deadline = time.monotonic() + 120
+    while not is_so():
+        assert time.monotonic() < deadline
+        os.sched_yield()
+
+
+def rows_of(loader: Any) -> list[int]:
+    return [row for batch in loader for row in batch["row"].tolist()]
+
+
+def test_batches_have_the_columns_that_the_map_returns(tmp_path: Path) -> None:
+    mapped_shards(tmp_path)
+    loader = DataLoader(tmp_path, batch_size=100, shuffle=True, map=user_functions.letters)
+    told = str(loader.schema)
+    assert [line.split()[0] for line in told.splitlines()[1:]] == [
+        "row",
+        "ids",
+        "ids.length",
+        "size",
+    ]
+    plain = DataLoader(tmp_path, batch_size=100, shuffle=True, columns=["row"])
+    order = rows_of(plain)
+    seen = []
+    for batch in loader:
+        for row, ids, length, size in zip(
+            *(column.tolist() for column in batch.values()), strict=True
+        ):
+            count = 0 if row % 7 == 3 else row % 5
+            assert (length, size, ids[:length]) == (count, count, [ord("é")] * count)
+            seen.append(row)
+        assert batch["size"].dtype == torch.int32
+    assert seen == order, "a map changes no row's place in the order"
+    state = loader.state_dict()
+    assert state, "it is resumed like any loader"
+    named = DataLoader(tmp_path, batch_size=512, map="user_functions:letters", columns=["size"])
+    (batch,) = named
+    assert list(batch) == ["size"]
+
+
+def test_options_of_columns_are_about_what_the_map_returns(tmp_path: Path) -> None:
+    mapped_shards(tmp_path)
+    loader = DataLoader(
+        tmp_path,
+        batch_size=64,
+        shuffle=True,
+        map=user_functions.nested,
+        stack={"ab": ["a", "b"]},
+        fill_null={"maybe": -5},
+        columns=["vector", "matrix", "text", "bytes", "flag", "maybe"],
+    )
+    for batch in loader:
+        rows = batch["ab"][:, 0].to(torch.int64)
+        assert batch["ab"][:, 1].equal(rows + 0.5)
+        assert batch["vector"].equal(torch.stack([rows, rows + 1], 1).float())
+        assert batch["matrix"].shape == (64, 2, 2)
+        assert batch["matrix"][:, 1].equal(torch.stack([rows, -rows], 1))
+        assert batch["text"] == [f"row {row}" for row in rows.tolist()]
+        assert batch["bytes"] == [bytes([row % 256]) for row in rows.tolist()]
+        assert batch["flag"].equal(rows % 2 == 0)
+        assert batch["maybe"].equal(torch.where(rows % 2 == 0, rows, -5))
+    masked = DataLoader(tmp_path, map=user_functions.nested, columns=["maybe"], nulls="mask")
+    assert [line.split()[0] for line in str(masked.schema).splitlines()[1:]] == [
+        *("maybe", "maybe.is_null"),
+    ]
+    with pytest.raises(ConfigError, match="maybe"):
+        next(iter(DataLoader(tmp_path, batch_size=64, map=user_functions.nested)))
+    with pytest.raises(
+        ConfigError,
+        match=r"there is no column 'txt'; did you mean 'text'\? The dataset has: vector",
+    ):
+        next(iter(DataLoader(tmp_path, map=user_functions.nested, columns=["txt"])))
+    with pytest.raises(ConfigError, match="codes= and map= cannot be combined"):
+        next(iter(DataLoader(tmp_path, map=user_functions.nested, codes=["text"])))
+    steps = {"text": [RandomResizedCrop(8)]}
+    with pytest.raises(ConfigError, match="column 'text' does not hold encoded images"):
+        next(iter(DataLoader(tmp_path, map=user_functions.nested, transforms=steps)))
+
+
+def test_random_numbers_follow_the_seed_alone(tmp_path: Path) -> None:
+    mapped_shards(tmp_path)
+
+    def noise(**options: Any) -> dict[int, float]:
+        found: dict[int, float] = {}
+        for batch in DataLoader(tmp_path, batch_size=50, map=user_functions.noisy, **options):
+            found |= dict(zip(batch["row"].tolist(), batch["noise"].tolist(), strict=True))
+        return found
+
+    first = noise(shuffle=True)
+    assert len(set(first.values())) == 512
+    assert noise() == first
+    again = DataLoader(tmp_path, batch_size=512, map=user_functions.noisy)
+    again.set_epoch(3)
+    (batch,) = again
+    assert dict(zip(batch["row"].tolist(), batch["noise"].tolist(), strict=True)) == first
+    assert noise(seed=1) != first
+
+
+def test_a_failing_function_is_named_with_its_traceback_and_the_block(tmp_path: Path) -> None:
+    mapped_shards(tmp_path)
+    loader = iter(DataLoader(tmp_path, batch_size=64, map=user_functions.fails_late))
+    next(loader)
+    with pytest.raises(FunctionError) as caught:
+        next(loader)
+    told, name = str(caught.value), "user_functions:fails_late"
+    assert "ValueError: row 36 is not to my taste" in told
+    assert "raise ValueError(f" in told
+    assert f"0.parquet, block 1: map='{name}' failed" in told
+    assert (caught.value.function, caught.value.block) == (name, 1)
+
+
+@pytest.mark.parametrize(("name", "how"), [("ends_late", "SIGSEGV"), ("escapes_late", "status 1")])
+def test_a_map_that_ends_its_worker_is_named(tmp_path: Path, name: str, how: str) -> None:
+    mapped_shards(tmp_path)
+    loader = iter(DataLoader(tmp_path, batch_size=64, map=f"user_functions:{name}"))
+    next(loader)
+    with pytest.raises(FunctionError) as caught:
+        next(loader)
+    told = str(caught.value)
+    assert "0.parquet, block 1: 2 worker processes ended" in told
+    assert f"decoding it and calling 'user_functions:{name}'" in told
+    assert how in told
+
+
+@pytest.mark.usefixtures("own_node")
+def test_an_object_is_made_once_a_worker_and_gets_the_columns_that_it_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = tmp_path / "counted"
+    monkeypatch.setenv("COUNTED", str(counted))
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    loader = DataLoader(mapped_shards(folder), batch_size=32, map=user_functions.Counted)
+    for _ in range(2):
+        assert all(batch["count"].eq(1).all() for batch in loader)
+    made = counted.read_text(encoding="utf-8").split()
+    assert len(made) == len(set(made)) <= (os.cpu_count() or 1)
+
+
+def test_blocks_that_grow_beyond_what_the_first_rows_suggest_are_delivered(
+    tmp_path: Path,
+) -> None:
+    mapped_shards(tmp_path, rows=512, blocks=2, count=1)
+    loader = DataLoader(tmp_path, batch_size=64, shuffle=True, map=user_functions.large)
+    lengths = sorted(length for batch in loader for length in batch["ids.length"].tolist())
+    assert lengths == [row // 2 for row in range(512)]
+
+
+@pytest.mark.usefixtures("own_node")
+def test_a_node_that_replaces_a_killed_one_calls_the_map_too(tmp_path: Path) -> None:
+    mapped_shards(tmp_path, rows=2048, blocks=32)
+    others = set(own_nodes())
+    loader = iter(DataLoader(tmp_path, batch_size=32, map=user_functions.twice, columns=["row"]))
+    seen = next(loader)["row"].tolist()
+    (node,) = set(own_nodes()) - others
+    node.kill()
+    seen += [row for batch in loader for row in batch["row"].tolist()]
+    assert seen == (2 * np.arange(4096)).tolist()
+
+
+def test_a_dataset_with_and_without_a_map_is_read_by_one_node(tmp_path: Path) -> None:
+    mapped_shards(tmp_path)
+    plain = iter(DataLoader(tmp_path, batch_size=64, columns=["row"]))
+    mapped = iter(DataLoader(tmp_path, batch_size=64, columns=["row"], map=user_functions.twice))
+    for _ in range(8):
+        assert (2 * next(plain)["row"]).equal(next(mapped)["row"])
+
+
+def test_a_map_gets_the_rows_that_a_view_leaves(tmp_path: Path) -> None:
+    mapped_shards(tmp_path)
+    chosen = {"split": ("validation", 0.3), "shuffle": True, "batch_size": 16, "limit": 100}
+    expected = rows_of(DataLoader(tmp_path, columns=["row"], **chosen))
+    found = rows_of(DataLoader(tmp_path, columns=["row"], map=user_functions.twice, **chosen))
+    assert len(found) == 100
+    assert found == [2 * row for row in expected]
+
+
+@pytest.mark.parametrize("name", ["user_functions:Path", "user_functions:pa"])
+def test_workers_call_only_what_the_module_defines(tmp_path: Path, name: str) -> None:
+    mapped_shards(tmp_path)
+    for argument in ("map", "collate"):
+        with pytest.raises(ConfigError, match=f"{argument}='{name}'.* does not define"):
+            next(iter(DataLoader(tmp_path, batch_size=100, **{argument: name})))
+
+
+@pytest.mark.usefixtures("own_node")
+def test_a_map_sees_no_secrets_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mapped_shards(tmp_path)
+    for name in ("DATAPLANE_TOKEN", "AWS_SECRET_ACCESS_KEY", "AZURE_STORAGE_SAS"):
+        monkeypatch.setenv(name, "hush")
+    loader = DataLoader(tmp_path, batch_size=100, map="user_functions:sees_secrets")
+    assert next(iter(loader))["found"].tolist() == [0] * 100
+
+
+@pytest.mark.usefixtures("own_node")
+@pytest.mark.parametrize("argument", ["map", "collate"])
+def test_a_function_that_hangs_keeps_no_worker_from_others_once_its_loader_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argument: str
+) -> None:
+    monkeypatch.setenv("HUNG", str(tmp_path / "hung"))
+    monkeypatch.setenv("DATAPLANE_STALL_TIMEOUT_S", "600")
+    folder = mapped_shards(tmp_path / "shards")
+    plain = DataLoader(folder, batch_size=64, columns=["row"])
+    first = next(iter(plain))  # it keeps the node
+    hanging = DataLoader(
+        folder, batch_size=64, columns=["row"], **{argument: "user_functions:hangs_later"}
+    )
+    os.mkfifo(tmp_path / "hung")
+    with hanging:
+        batches = iter(hanging)
+        assert next(batches)["row"].equal(first["row"])
+        worker = int((tmp_path / "hung").read_text())
+    assert rows_of(DataLoader(folder, batch_size=100, columns=["row"])) == list(range(512))
+    until(lambda: not psutil.pid_exists(worker))
+
+
+EDITED = """
+import numpy as np
+
+def made(columns):
+    rows = columns["row"]
+    rows = np.asarray(rows) if isinstance(rows, np.ndarray) else rows.to_numpy()
+    wide = np.full((len(rows), 2048), {version}, np.float32)
+    return {{"row": rows, "wide": wide}}
+"""
+
+
+@pytest.mark.usefixtures("own_node")
+@pytest.mark.parametrize("argument", ["map", "collate"])
+def test_a_job_has_one_version_of_a_function_that_is_edited_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argument: str
+) -> None:
+    module = tmp_path / f"edited_{argument}.py"
+    module.write_text(EDITED.format(version=1))
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = mapped_shards(tmp_path / "shards", rows=2048, blocks=32)
+    name = f"edited_{argument}:made"
+    loader = iter(DataLoader(folder, batch_size=32, **{argument: name}))
+    versions = {int(next(loader)["wide"][0, 0])}
+    module.write_text(EDITED.format(version=2))
+    for node in own_nodes():
+        kill_workers(node)
+    with pytest.raises(FunctionError, match="is not the function with which this job was opened"):
+        versions |= {int(version) for batch in loader for version in batch["wide"][:, 0]}
+    assert versions == {1}
+
+
+@pytest.mark.usefixtures("own_node")
+def test_a_slow_map_is_no_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shuffled batch has rows of all blocks: its first one takes longer than the timeout."""
+    monkeypatch.setenv("DATAPLANE_STALL_TIMEOUT_S", "4")
+    mapped_shards(tmp_path)
+    loader = DataLoader(tmp_path, batch_size=64, shuffle=True, map=user_functions.slow)
+    assert sorted(rows_of(loader)) == list(range(512))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import os
+import signal
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 from dataplane_torch import DataLoader, Mixture, ShardedIterableDataset, Source
+from launching import launch
+from warm import WarmPython
 from weighted import (
     BATCH,
     FIRST,
@@ -29,6 +34,7 @@ from weighted import (
     write_sources,
 )
 
+from dataplane.model.errors import ConfigError, SpecMismatch
 from dataplane.plan.counting import CountingTree, quantised
 
 
@@ -284,3 +290,172 @@ def test_datasets_of_torch_workers_follow_a_schedule_and_a_state(folder: Path) -
         dataset.load_state_dict(state)
         assert dataset.state_dict()["mixture"] == state["mixture"]
         assert rows(dataset) == expected
+
+
+def test_ranks_that_were_given_other_weights_are_refused(folder: Path) -> None:
+    named = {**OPTIONS, "name": f"job-{os.getpid()}", "dp_size": 2}
+    with (
+        DataLoader(mixed(folder), dp_rank=0, **named) as first,
+        closing(DataLoader(mixed(folder, SECOND), dp_rank=1, **named)) as second,
+    ):
+        len(first)
+        with pytest.raises(SpecMismatch, match="weights"):
+            len(second)
+    scheduled = mixed(folder, schedule=[(5, SECOND)])
+    with (
+        DataLoader(mixed(folder), dp_rank=0, **named) as first,
+        closing(DataLoader(scheduled, dp_rank=1, **named)) as second,
+    ):
+        len(first)
+        with pytest.raises(SpecMismatch, match="schedule"):
+            len(second)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"web": 1, "code": 1}, "'math' is missing"),
+        ({**FIRST, "maths": 1}, "no source 'maths'"),
+        ({**FIRST, "web": -1}, "0 or more"),
+        ({**FIRST, "web": None}, "0 or more"),
+        ({**FIRST, "web": float("inf")}, "0 or more"),
+        (dict.fromkeys(FIRST, 0), "all weights are 0"),
+        ([0.5, 0.5], "are no weights"),
+    ],
+)
+def test_weights_that_are_none_are_refused(folder: Path, given: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        mixed(folder, schedule=[(10, given)])
+    with (
+        closing(DataLoader(mixed(folder), **OPTIONS)) as loader,
+        pytest.raises(ConfigError, match=said),
+    ):
+        loader.set_weights(given)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        [(0, SECOND)],
+        [(-5, SECOND)],
+        [(1.5, SECOND)],
+        [(5, SECOND), (5, FIRST)],
+        [(5, SECOND), (4, FIRST)],
+        [(5,)],
+        [5],
+        {5: SECOND},
+        7,
+    ],
+)
+def test_schedules_that_are_none_are_refused(folder: Path, schedule: Any) -> None:
+    with pytest.raises(ConfigError, match=r"schedule.*rising steps") as caught:
+        mixed(folder, schedule=schedule)
+    assert caught.value.nouns["field"] == "schedule"
+
+
+def test_only_loaders_over_a_mixture_have_weights(folder: Path) -> None:
+    with (
+        closing(DataLoader(folder / "web.parquet", batch_size=4)) as loader,
+        pytest.raises(ConfigError, match="over a Mixture"),
+    ):
+        loader.set_weights({"web": 1})
+    with pytest.raises(ConfigError, match="over a Mixture"):
+        DataLoader([1, 2, 3]).set_weights({"web": 1})
+
+
+def test_weights_with_which_an_epoch_cannot_be_planned_are_refused(folder: Path) -> None:
+    mixture = mixed(folder, exhausted="renormalise", length=590)
+    with DataLoader(mixture, **{**OPTIONS, "global_batch_size": 16}) as loader:
+        expected = rows_of(loader, 5)
+    with DataLoader(mixture, **{**OPTIONS, "global_batch_size": 16}) as loader:
+        found: Rows = []
+        for batch in loader:
+            found.append(batch["id"].tolist())
+            if len(found) == 2:
+                # The next round begins in the next epoch, which would lack the first source.
+                with pytest.raises(ConfigError, match="an epoch of 590 samples"):
+                    loader.set_weights(THIRD)
+            if len(found) == 5:
+                break
+        assert found == expected
+
+
+def test_weights_with_which_an_epoch_would_have_no_step_are_refused(folder: Path) -> None:
+    # It would end with the 40 samples of the last source.
+    rare, until = {"web": 0, "code": 0, "math": 1}, {"exhausted": "stop", "length": None}
+    with DataLoader(mixed(folder, **until), **OPTIONS) as loader:
+        rows = rows_of(loader)
+        with pytest.raises(ConfigError, match="40 samples, less than a global batch of 96, and"):
+            loader.set_weights(rare)
+        assert len(rows) == len(rows_of(loader)) == len(loader)
+    scheduled = [(len(rows), rare), (9 * len(rows), FIRST)]
+    with (
+        closing(DataLoader(mixed(folder, schedule=scheduled, **until), **OPTIONS)) as loader,
+        pytest.raises(ConfigError, match="no step is left"),
+    ):
+        len(loader)
+
+
+def test_damaged_weights_in_a_state_are_refused(folder: Path) -> None:
+    with DataLoader(mixed(folder), **OPTIONS) as loader:
+        state = saved(loader)
+        for damage in ("changes", "digest", "asked"):
+            broken = copy.deepcopy(state)
+            broken["mixture"][damage] = []
+            with pytest.raises(ConfigError, match="damaged"):
+                loader.load_state_dict(broken)
+        assert len(rows_of(loader)) == 60
+
+
+RANK = Path(__file__).parent / "on_mixtures.py"
+LENGTH, RANK_ROUND, SET_AT, SAVED_AT, KILLED_AT = 3072, 1024, 5, 12, 15
+EDITED = {"web": 0.5, "code": 0.0, "math": 0.5}
+ONE_LANE: dict[str, Any] = {**OPTIONS, "lanes": 1}
+
+
+def test_a_mixture_under_ddp_is_that_of_one_process_after_a_kill_on_other_ranks(
+    tmp_path: Path, small_node: None, warm_torch: WarmPython
+) -> None:
+    folder, out = write_sources(tmp_path), tmp_path / "out"
+
+    def ranks(phase: str, size: int, **more: Any) -> tuple[list[int], Rows]:
+        """The exit statuses of all ranks, and their global batches."""
+        given = {
+            "phase": phase, "out": str(out), "folder": str(folder), "length": LENGTH,
+            "options": ONE_LANE, "weights": FIRST, "state": None, "set_at": 0, "set_to": SECOND,
+            "saved_at": 0, "killed_at": 0,
+        }  # fmt: skip
+        done = launch(warm_torch, RANK, out, json.dumps({**given, **more}), size=size)
+        files = sorted(out.glob(f"{phase}-*.jsonl"))
+        passes = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+        return done, joined(passes)
+
+    times = {"set_at": SET_AT, "saved_at": SAVED_AT, "killed_at": KILLED_AT}
+    killed, first = ranks("first", 2, **times)
+    assert killed == [-signal.SIGKILL] * 2, (out / "errors").read_text()
+    states = [json.loads((out / f"state-{rank}.json").read_text()) for rank in range(2)]
+    assert states[0] == states[1]
+    done, rest = ranks("rest", 4, state=states[0], weights=EDITED)
+    assert done == [0] * 4, (out / "errors").read_text()
+
+    whole = []
+    with DataLoader(mixed(folder, length=LENGTH), **ONE_LANE) as loader:
+        for batch in loader:
+            whole.append(batch["id"].tolist())
+            if len(whole) == SET_AT:
+                loader.set_weights(SECOND)
+            if len(whole) == SAVED_AT:
+                state = saved(loader)
+    with DataLoader(mixed(folder, EDITED, length=LENGTH), **ONE_LANE) as loader:
+        loader.load_state_dict(state)
+        assert rows_of(loader) == rest
+    assert states[0] == state
+    assert first == whole[:KILLED_AT]
+    # The weights that were set, and then those of the edited mixture.
+    changed, edited = (
+        RANK_ROUND // BATCH,
+        2 * RANK_ROUND // BATCH - SAVED_AT,
+    )
+    assert counts_of(whole[:changed])[1] < counts_of(whole[changed + 1 : 2 * changed])[1]
+    assert rest[:edited] == whole[SAVED_AT : SAVED_AT + edited]
+    assert counts_of(rest[edited + 1 :])[1] == 0

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
 import os
+import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jwt
 import numpy as np
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from dataplane_torch import DataLoader
+from away import Away, Proxy
+from awry import Awry, Mood, awry_server
+from dataplane_torch import DataLoader, Pack
+from device_steps import wait_until
 from fleet import Service
+from numpy.typing import NDArray
 from servers import S3Server, reach
+from shards import arrow_bytes
 
+from dataplane.arena.pages import shared_huge_pages
 from dataplane.cli import run
 from dataplane.client.statistics import sum_of
 from dataplane.index.indexing import index_dataset
@@ -204,3 +216,200 @@ def until(is_so: Callable[[], bool]) -> None:
     while not is_so():
         assert time.monotonic() < deadline
         threading.Event().wait(0.05)
+
+
+MANIFEST_SHARDS, SHARD_ROWS = 6, 100
+MANIFEST_ROWS = MANIFEST_SHARDS * SHARD_ROWS
+WHERE = "kind == 1"
+LENT = "manifest from another node"
+
+
+def _manifest_shard(number: int) -> bytes:
+    ids = np.arange(number * SHARD_ROWS, (number + 1) * SHARD_ROWS)
+    table = pa.table({"id": ids, "kind": ids % 3, "tokens": [[int(i)] * 5 for i in ids]})
+    out = io.BytesIO()
+    pq.write_table(table, out, row_group_size=SHARD_ROWS // 2)
+    return out.getvalue()
+
+
+@pytest.fixture
+def stored(s3_server: S3Server) -> Iterator[tuple[Proxy, str]]:
+    bucket = s3_server.bucket()
+    s3_server.put(
+        bucket,
+        {f"{number}.parquet": _manifest_shard(number) for number in range(MANIFEST_SHARDS)},
+    )
+    proxy = Proxy(s3_server.server.port)
+    yield proxy, f"s3://{bucket}/"
+    proxy.close()
+
+
+class Nodes:
+    """Nodes of one coordinator, each with a cache of its own."""
+
+    def __init__(self, folder: Path, environ: dict[str, str], count: int) -> None:
+        self.folder, self.environ = folder, environ
+        self.names = [f"share-{number}-{os.getpid()}:7077" for number in range(count)]
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        environ = self.environ | {"DATAPLANE_STATE_DIR": str(self.folder / "state")}
+        listen = ("--coordinator", "--listen", "127.0.0.1:0", "--lease-s", "2")
+        coordinator = self._stack.enter_context(Service(*listen, environ=environ))
+        self.nodes = []
+        for number, name in enumerate(self.names):
+            options = ("--node", "--join", coordinator.address, "--service", name)
+            options += ("--worker-count", "1", "--block-arena-bytes", "16MiB")
+            own = environ | {"DATAPLANE_CACHE_DIR": str(self.cache(number))}
+            one = Service(*options, environ=own, log=self.folder / f"{number}.log")
+            self.nodes.append(self._stack.enter_context(one))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def cache(self, number: int) -> Path:
+        return self.folder / f"cache-{number}"
+
+    def loader(self, number: int, url: str, **options: Any) -> DataLoader:
+        count, name = len(self.names), f"job-{self.folder.name}"
+        return DataLoader(
+            url, 4, service=self.names[number], name=name, dp_size=count, dp_rank=number, **options
+        )
+
+    def log(self, number: int) -> str:
+        found = self.nodes[number].log
+        assert found is not None
+        return found.read()
+
+    def waiting(self) -> set[int]:
+        """The nodes that wait for another one."""
+        numbers = range(len(self.names))
+        return {n for n in numbers if "another node opens the dataset" in self.log(n)}
+
+    def has(self, number: int, pattern: str) -> bool:
+        return any(self.cache(number).glob(pattern))
+
+
+def _environ(s3_server: S3Server, proxy: Proxy) -> dict[str, str]:
+    return {**s3_server.environment(), "AWS_ENDPOINT_URL": proxy.endpoint}
+
+
+def test_one_node_indexes_counts_and_packs_and_the_others_get_it(
+    stored: tuple[Proxy, str], s3_server: S3Server, tmp_path: Path
+) -> None:
+    proxy, url = stored
+    with Nodes(tmp_path, _environ(s3_server, proxy), 3) as nodes:
+        pack = {"where": WHERE, "pack": Pack("tokens", 8)}
+        with ExitStack() as stack:
+            loaders = [stack.enter_context(nodes.loader(n, url, **pack)) for n in range(3)]
+            lengths = {len(loader) for loader in loaders}
+            steps = list(zip(*loaders, strict=True))
+        assert lengths == {len(steps)}
+    tokens = [t for step in steps for batch in step for t in batch["tokens"].flatten().tolist()]
+    wanted = [i for i in range(MANIFEST_ROWS) if i % 3 == 1]
+    assert set(tokens) - {0} == set(wanted)  # short packs are filled with 0
+    made = [number for number in range(3) if nodes.has(number, "index/*/shards-*.log")]
+    assert len(made) == 1, "one node has indexed the shards"
+    for number in range(3):
+        is_maker = number in made
+        assert (LENT in nodes.log(number)) != is_maker
+        assert nodes.has(number, "counts/*") == is_maker, "the others counted no rows"
+        assert nodes.has(number, "packs/*") == is_maker, "nor packs"
+        assert nodes.has(number, "index/*/*.manifest"), "all of them know it the next time"
+
+
+def test_when_the_node_that_indexes_is_killed_another_one_does_and_every_rank_goes_on(
+    stored: tuple[Proxy, str], s3_server: S3Server, tmp_path: Path
+) -> None:
+    proxy, url = stored
+    with Nodes(tmp_path, _environ(s3_server, proxy), 3) as nodes:
+        proxy.be(Away.HANG)
+        with ExitStack() as stack, ThreadPoolExecutor(3) as threads:
+            loaders = [stack.enter_context(nodes.loader(number, url)) for number in range(3)]
+            lengths = [threads.submit(len, loader) for loader in loaders]
+            until(lambda: len(nodes.waiting()) == 2)
+            (maker,) = {0, 1, 2} - nodes.waiting()
+            nodes.nodes[maker].kill()
+            proxy.be(Away.WELL)
+            others = {0, 1, 2} - {maker}
+            # If it came back at once, it might go on.
+            until(lambda: any(nodes.has(each, "index/*/shards-*.log") for each in others))
+            nodes.nodes[maker].start()
+            assert {length.result(60) for length in lengths} == {MANIFEST_ROWS // 12}
+    assert not nodes.has(maker, "index/*/shards-*.log"), "the node that came back got it, too"
+
+
+KILLED_SHARDS, KILLED_BLOCKS, KILLED_BLOCK_ROWS, WIDTH = (
+    4,
+    6,
+    256,
+    1024,
+)
+
+
+def _values(shard: int) -> NDArray[np.int32]:
+    """Distinct rows, which rise in their first column."""
+    rows = (
+        np.arange(KILLED_BLOCKS * KILLED_BLOCK_ROWS, dtype=np.int32)
+        + shard * KILLED_BLOCKS * KILLED_BLOCK_ROWS
+    )
+    return (rows[:, None] * 7 + np.arange(WIDTH, dtype=np.int32)) % 65_521
+
+
+@pytest.fixture
+def awry(monkeypatch: pytest.MonkeyPatch, small_node: None) -> Iterator[Awry]:
+    """A server of 24 blocks of 1 MiB, for nodes that hold a third of them."""
+    monkeypatch.setenv("DATAPLANE_BLOCK_ARENA_BYTES", "8MiB")
+    objects = {}
+    for shard in range(KILLED_SHARDS):
+        column = pa.FixedSizeListArray.from_arrays(pa.array(_values(shard).reshape(-1)), WIDTH)
+        table = pa.table({"x": column})
+        objects[f"bucket/{shard}.arrow"] = arrow_bytes(table, rows=KILLED_BLOCK_ROWS, file=True)
+    with awry_server(objects) as server:
+        reach(server, monkeypatch)
+        yield server
+
+
+def _in_splice(pid: int) -> bool:
+    """Whether the process has both ends of a pipe, as it does only while it moves bytes."""
+    folder, links = Path(f"/proc/{pid}/fd"), Counter[str]()
+    for descriptor in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            links[str(descriptor.readlink())] += 1
+    return any(link.startswith("pipe:") and count > 1 for link, count in links.items())
+
+
+def _fetchers() -> list[int]:
+    children = psutil.Process().children(recursive=True)
+    return [child.pid for child in children if child.name() == "dp-fetcher"]
+
+
+@pytest.mark.parametrize("order", [{"shuffle": False}, {"lanes": 1, "window": 1024}])
+def test_a_fetcher_that_is_killed_in_the_middle_of_a_block_loses_nothing(
+    awry: Awry, order: dict[str, Any]
+) -> None:
+    killed: list[int] = []
+
+    def kill() -> None:
+        """Kill the fetcher once it has half of a block, and waits for the other half."""
+        can_splice = shared_huge_pages() in {"never", "deny"}
+        wait_until(lambda: awry.seen and (not can_splice or any(map(_in_splice, _fetchers()))))
+        killed.extend(_fetchers())
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
+        awry.be()
+
+    with DataLoader("s3://bucket/", 32, seed=5, **order) as loader:
+        assert loader.schema  # the dataset is indexed, and no block is read
+        awry.be(then=Mood.STALL)
+        killer = threading.Thread(target=kill)
+        killer.start()
+        rows = [batch["x"].numpy().copy() for batch in loader]
+        killer.join()
+    assert killed
+    read = np.concatenate(rows)
+    assert len(read) == KILLED_SHARDS * KILLED_BLOCKS * KILLED_BLOCK_ROWS
+    if "window" in order:
+        read = read[np.argsort(read[:, 0])]
+    assert np.array_equal(read, np.concatenate([_values(shard) for shard in range(KILLED_SHARDS)]))

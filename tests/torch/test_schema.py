@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import warnings
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from arrow_layouts import cases
 from dataplane_torch import (
     BatchColumn,
     DataLoader,
@@ -21,8 +24,20 @@ from dataplane_torch import (
     Stack,
 )
 from dataplane_torch.schema import Schema
+from foreign_values import difference, leaf_types, leaves, needs_fill
+from shards import (
+    arrow_bytes,
+    as_polars,
+    example_bytes,
+    json_lines,
+    parquet_bytes,
+    tar_bytes,
+    tfrecord_bytes,
+    zipped,
+)
 
-from dataplane.model.errors import ConfigError
+from dataplane.cli import run
+from dataplane.model.errors import ConfigError, SchemaMismatch
 
 pytestmark = pytest.mark.usefixtures("shared_node")
 
@@ -209,3 +224,279 @@ def test_a_folder_of_several_splits_is_refused_with_what_to_pass(tmp_path: Path)
         len(loader)
     with DataLoader(tmp_path / "train-*.parquet", batch_size=1) as loader:
         assert len(loader) == 4
+
+
+Rows = Sequence[dict[str, Any]]
+
+
+def as_parquet(rows: Rows) -> bytes:
+    return parquet_bytes(pa.Table.from_pylist(list(rows)), row_group_size=10)
+
+
+def as_arrow(rows: Rows) -> bytes:
+    return arrow_bytes(pa.Table.from_pylist(list(rows)), rows=10)
+
+
+def as_jsonl(rows: Rows) -> bytes:
+    return json_lines(rows)
+
+
+def as_tfrecord(rows: Rows) -> bytes:
+    return tfrecord_bytes(
+        example_bytes({k: ("int64_list", [v]) for k, v in row.items() if v is not None})
+        for row in rows
+    )
+
+
+def as_tar(rows: Rows) -> bytes:
+    return tar_bytes(
+        (f"{i:06d}.{name}", str(value).encode())
+        for i, row in enumerate(rows)
+        for name, value in row.items()
+        if value is not None
+    )
+
+
+WRITERS: dict[str, Callable[[Rows], bytes]] = {
+    "parquet": as_parquet,
+    "arrow": as_arrow,
+    "jsonl": as_jsonl,
+    "jsonl.gz": lambda rows: zipped(as_jsonl(rows)),
+    "tfrecord": as_tfrecord,
+    "tar": as_tar,
+}
+# Names that are integers in a tar file, too.
+ROWS = [{"cls": i, "id": None if i % 4 == 3 else i, "inx": i or None} for i in range(40)]
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
+def test_columns_with_nulls_are_refused_together_before_the_first_batch(tmp_path, suffix):
+    (tmp_path / f"0.{suffix}").write_bytes(WRITERS[suffix](ROWS[1:3]))
+    (tmp_path / f"1.{suffix}").write_bytes(WRITERS[suffix](ROWS))
+    order = {"batch_size": 6, "columns": ["cls", "id", "inx"]}
+    with (
+        DataLoader(str(tmp_path), **order) as loader,
+        pytest.raises(ConfigError, match=rf"2 columns: .*1\.{suffix}\).*none: pass") as told,
+    ):
+        len(loader)
+    assert 'fill_null={"id": 0, "inx": 0}' in str(told.value)
+    with DataLoader(str(tmp_path), **order, fill_null={"id": 0, "inx": -7}) as loader:
+        found = torch.cat([torch.stack([b["cls"], b["id"], b["inx"]], 1) for b in loader]).tolist()
+    want = [[r["cls"], r["id"] or 0, -7 if r["inx"] is None else r["inx"]] for r in ROWS]
+    assert found == [*want[1:3], *want]
+    stack = {"x": ["inx", "id"]}
+    with DataLoader(str(tmp_path), 6, columns=["cls"], stack=stack, nulls="mask") as loader:
+        batches = list(loader)
+    masks = torch.cat([batch["x.is_null"] for batch in batches])
+    assert masks.dtype == torch.bool
+    want = [[row["inx"] is None, row["id"] is None] for row in ROWS]
+    assert masks.tolist() == [*want[1:3], *want]
+    want = [[row["inx"] or 0, row["id"] or 0] for row in ROWS]
+    assert torch.cat([batch["x"] for batch in batches]).tolist() == [*want[1:3], *want]
+    assert not torch.cat([batch["cls.is_null"] for batch in batches]).any()
+
+
+@pytest.mark.parametrize("lists", ["padded", "ragged"])
+def test_masks_tell_null_lists_texts_and_objects_from_empty_ones(tmp_path, lists):
+    rows = [
+        {"l": [1, 2], "t": "a", "b": b"", "o": [["x"]], "f": 1.0},
+        {"l": None, "t": None, "b": None, "o": None, "f": None},
+        {"l": [], "t": "", "b": b"b", "o": [], "f": 2.0},
+    ]
+    path = tmp_path / "a.parquet"
+    path.write_bytes(as_parquet(rows))
+    with DataLoader(str(path), batch_size=3, lists=lists, nulls="mask") as loader:
+        (batch,) = loader
+    for name in rows[0]:
+        assert batch[f"{name}.is_null"].tolist() == [False, True, False]
+    assert batch["t"] == ["a", None, ""]
+    assert torch.equal(batch["f"].isnan(), batch["f.is_null"])
+    lengths = batch["l"].offsets.diff() if lists == "ragged" else batch["l.length"]
+    assert lengths.tolist() == [2, 0, 0]
+
+
+def test_nulls_that_the_index_did_not_see_are_told_together_by_the_first_block_with_one(tmp_path):
+    """Of JSON lines only the first 4 MiB are parsed for an index."""
+    rows = [{"x": i, "y": i, "text": "t" * 400} for i in range(15_000)]
+    rows[14_000] |= {"x": None}
+    rows[14_001] |= {"y": None}
+    path = Path(tmp_path) / "long.jsonl"
+    path.write_bytes(as_jsonl(rows))
+    with DataLoader(str(path), batch_size=1000, columns=["x", "y"]) as loader:
+        assert len(loader) == 15
+        with pytest.raises(ConfigError, match=r'long.jsonl has nulls in 2 columns.*"x": 0, "y": 0'):
+            list(loader)
+
+
+UNLIKE_WRITERS = {"parquet": parquet_bytes, "arrow": arrow_bytes}
+
+
+def write(folder: Path, writer: str, *tables: pa.Table) -> str:
+    for at, table in enumerate(tables):
+        (folder / f"{at}.{writer}").write_bytes(UNLIKE_WRITERS[writer](table))
+    return str(folder)
+
+
+def read(url: str, **options: Any) -> dict[str, list[Any]]:
+    """All samples of a dataset, by column."""
+    found: dict[str, list[Any]] = {}
+    with DataLoader(url, batch_size=2, **options) as loader:
+        for batch in loader:
+            for name, column in batch.items():
+                values = column if isinstance(column, list) else column.tolist()
+                found.setdefault(name, []).extend(values)
+    return found
+
+
+@pytest.mark.parametrize("writer", UNLIKE_WRITERS)
+def test_texts_and_nulls_of_any_type_are_read(tmp_path: Path, writer: str) -> None:
+    kinds = [
+        pa.string(), pa.large_string(), pa.string_view(), pa.null(),
+        pa.dictionary(pa.int8(), pa.string()),
+    ]  # fmt: skip
+    texts = [["a", None, "b"] if kind != pa.null() else [None] * 3 for kind in kinds]
+    tables = [
+        pa.table({"id": range(3 * at, 3 * at + 3), "s": pa.array(texts[at], kind)})
+        for at, kind in enumerate(kinds)
+    ]
+    url = write(tmp_path, writer, *tables)
+    everything = {"id": list(range(15)), "s": [text for some in texts for text in some]}
+    assert read(url) == everything
+    assert sorted(read(url, shuffle=True, seed=3)["id"]) == everything["id"]
+    of_view = read(url, where="s == 'b'")
+    assert of_view == {"id": [2, 5, 8, 14], "s": ["b"] * 4}
+    codes = read(url, codes=["s"])["s"]
+    assert codes == [{"a": 0, "b": 1, None: -1}[text] for text in everything["s"]]
+
+
+@pytest.mark.parametrize("writer", UNLIKE_WRITERS)
+def test_columns_that_nobody_asked_for_may_differ(tmp_path: Path, writer: str) -> None:
+    url = write(
+        tmp_path,
+        writer,
+        pa.table({"a": [1], "s": [1]}),
+        pa.table({"a": [2], "s": ["x"]}),
+        pa.table({"s": [3], "new": [0.5], "a": [3]}),
+    )
+    assert read(url, columns=["a"]) == {"a": [1, 2, 3]}
+    for options in ({}, {"columns": ["a", "s"]}, {"columns": ["a"], "where": "s == 1"}):
+        with pytest.raises(SchemaMismatch) as caught:
+            read(url, **options)
+        text = str(caught.value)
+        for word in (f"0.{writer} has int64", f"1.{writer}: column 's'", "has string", "[…]: a"):
+            assert word in text
+    with pytest.raises(SchemaMismatch, match=r"'new': \S+0\.\w+ has no such column, this shard"):
+        read(url, columns=["new"])
+
+
+def test_chats_that_lack_fields_of_each_other_are_read(tmp_path: Path) -> None:
+    lines: list[dict[str, Any]] = [
+        {"turns": [{"role": "user", "text": "hi"}], "n": 1, "tags": []},
+        {"turns": [{"role": "tool", "id": 7}], "n": 0.5, "tags": ["x"], "last": "yes"},
+    ]
+    for at, line in enumerate(lines):
+        (tmp_path / f"{at}.jsonl").write_bytes(json_lines([line]))
+    assert read(str(tmp_path)) == {
+        "turns": [
+            [{"role": "user", "text": "hi", "id": None}],
+            [{"role": "tool", "text": None, "id": 7}],
+        ],
+        "n": [1.0, 0.5],
+        "tags": [[], ["x"]],
+        "last": [None, "yes"],
+    }
+
+
+def test_files_of_polars_and_of_others_are_one_dataset(tmp_path: Path) -> None:
+    views = pa.table({"s": pa.array(["a", "b"], pa.string_view()), "n": [1, 2]})
+    plain = pa.table({"s": ["c"], "n": [3]})
+    (tmp_path / "0.arrow").write_bytes(arrow_bytes(plain, file=True))
+    (tmp_path / "1.arrow").write_bytes(as_polars(arrow_bytes(views, file=True)))
+    assert read(str(tmp_path)) == {"s": ["c", "a", "b"], "n": [3, 1, 2]}
+
+
+def is_written_and_read(arrays: list[pa.Array]) -> bool:
+    """Whether Arrow itself can write both as one stream, read it back and join the parts."""
+    sink = pa.BufferOutputStream()
+    try:
+        with pa.ipc.new_stream(sink, pa.schema([("x", arrays[0].type)])) as writer:
+            for array in arrays:
+                writer.write_batch(pa.record_batch([array], ["x"]))
+        pa.ipc.open_stream(sink.getvalue()).read_all().combine_chunks()
+    except (pa.ArrowException, OSError):
+        return False
+    return True
+
+
+def test_every_layout_comes_as_what_was_written(tmp_path: Path) -> None:
+    found = {name: arrays for name, arrays in cases() if is_written_and_read(arrays)}
+    assert len(found) > 300
+    batches = [
+        pa.record_batch([arrays[version] for arrays in found.values()], list(found))
+        for version in (0, 1)
+    ]
+    with pa.ipc.new_stream(tmp_path / "all.arrows", batches[0].schema) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+    # As pyarrow reads them: it loses values of dictionaries in dictionaries when it writes them.
+    expected = leaves(pa.ipc.open_stream(tmp_path / "all.arrows").read_all())
+    fills = {name: 0 for name, kind in leaf_types(batches[0].schema) if needs_fill(kind)}
+    with DataLoader(
+        str(tmp_path / "all.arrows"), batch_size=4, lists="ragged", fill_null=fills
+    ) as loader:
+        assert difference(expected, list(loader)) == ""
+
+
+def test_a_type_that_pyarrow_has_no_arrays_of_is_refused_by_name_and_can_be_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "old.arrows"
+    path.write_bytes(with_month_interval())
+    refusal = (
+        r"old\.arrows: not supported: column 'm' is of type month_interval; .*columns=\[…\]: x"
+    )
+    with (
+        DataLoader(str(path), batch_size=2) as loader,
+        pytest.raises(ConfigError, match=refusal),
+    ):
+        next(iter(loader))
+    with DataLoader(str(path), batch_size=2, columns=["x"]) as loader:
+        assert [batch["x"].tolist() for batch in loader] == [[1, 2]]
+    assert run(["inspect", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["rows"] == [{"x": 1}, {"x": 2}]
+    assert found["not_supported"] == {"m": "is of type month_interval"}
+    assert run(["verify", str(path)]) == 1
+    assert "not supported: column 'm'" in capsys.readouterr().out
+
+
+def test_a_time_that_nanoseconds_cannot_hold_is_refused_also_by_a_condition(data_dir: Path) -> None:
+    path = str(data_dir / "odd" / "int96-year-9999.parquet")
+    refusal = r"row 1 of block 0: column 'end' has 9999-12-31T00:00:00, and INT96"
+    for options in ({}, {"where": "end > '2020-01-01'"}, {"where": "end < '2000-01-01'"}):
+        with (
+            DataLoader(path, batch_size=2, **options) as loader,
+            pytest.raises(SchemaMismatch, match=refusal),
+        ):
+            list(loader)
+    with DataLoader(path, batch_size=2, columns=["id"]) as loader:
+        assert [batch["id"].tolist() for batch in loader] == [[0, 1]]
+
+
+def with_month_interval() -> bytes:
+    """A stream whose column `m` says that it has months: the unit of an interval, in its schema."""
+    kind = pa.month_day_nano_interval()
+    batch = pa.record_batch([pa.array([(1, 2, 3), None], kind), pa.array([1, 2])], ["m", "x"])
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    content = bytes(sink.getvalue())
+    for at in (at for at, byte in enumerate(content[:400]) if byte == 2):
+        changed = content[:at] + bytes(1) + content[at + 1 :]
+        try:
+            types = pa.ipc.open_stream(changed).schema.types
+        except (pa.ArrowException, OSError):
+            continue
+        if [str(kind) for kind in types] == ["month_interval", "int64"]:
+            return changed
+    raise AssertionError("the unit of the interval was not found")

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import resource
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
+from bombs import BOMBS
 from pictures import drawn, encoded
 from pool_bench import MIB, ROOM, SLAB, Bench, arrow_shards, instead_of_workers, on_bench
+from undead import undead
 
 from dataplane.base import machine
+from dataplane.base.trace import Trace
 from dataplane.model.errors import (
     BudgetTooSmall,
     CorruptShard,
@@ -22,8 +28,10 @@ from dataplane.model.errors import (
     FunctionError,
 )
 from dataplane.model.records import Cut, ImageSpec, Region
+from dataplane.node.pool import WorkerPool
 from dataplane.node.pool_worker import PoolWorker
 from dataplane.rpc import tasks
+from dataplane.worker import process as processes
 from dataplane.worker.death import (
     NOT_STARTED,
     Cause,
@@ -33,6 +41,9 @@ from dataplane.worker.death import (
     end_of,
     nobody_alive,
 )
+from dataplane.worker.forking import fork_server
+from dataplane.worker.limits import WorkerBytes
+from dataplane.worker.process import WorkerProcess
 
 START = "from dataplane.worker import worker\n"
 SERVE = "worker.main(fd, 1 << 30)\n"
@@ -296,3 +307,128 @@ def test_two_kills_from_outside_are_reported_as_such_and_blame_no_shard(tmp_path
         assert error.shard == bench.dataset.url(1)
 
     on_bench(arrow_shards(tmp_path, 2), scene)
+
+
+def test_the_loop_turns_while_a_killed_worker_does_not_die() -> None:
+    async def play() -> None:
+        process, ended, statuses = WorkerProcess.start(None), asyncio.Event(), []
+
+        def on_end(status: int) -> None:
+            statuses.append(status)
+            ended.set()
+
+        with undead(process.pid):
+            process.end(on_end)  # returns at once
+            for _ in range(1000):
+                await asyncio.sleep(0)
+            assert not statuses
+        async with asyncio.timeout(60):
+            await ended.wait()
+        assert statuses == [-signal.SIGKILL]
+
+    with fork_server.held():
+        asyncio.run(play())
+
+
+def test_a_worker_that_does_not_die_keeps_its_place_until_it_does() -> None:
+    async def play() -> None:
+        pool = WorkerPool(2, Trace("test"))
+        pool.start()
+        try:
+            first, second = pool.pids
+            with undead(first):
+                os.kill(first, signal.SIGKILL)
+                while first in pool.pids:  # noqa: ASYNC110 - the pool has no event for it
+                    await asyncio.sleep(0)
+                assert pool.pids == (second,)
+                pool.start()  # as with every job that is submitted
+                assert pool.pids == (second,)
+            async with asyncio.timeout(60):
+                while len(pool.pids) < 2:  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+        finally:
+            pool.close()
+
+    asyncio.run(play())
+
+
+def test_a_node_ends_although_a_worker_does_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(processes, "_CLOSE_S", 0.1)
+
+    async def play() -> None:
+        pool = WorkerPool(1, Trace("test"))
+        pool.start()
+        (process,) = [worker.process for worker in pool._workers]
+        with undead(process.pid):
+            pool.close()
+        assert str(process.pid) in caplog.text
+        assert process.wait(60)
+
+    asyncio.run(play())
+
+
+LIMIT = 256 * MIB
+# Libraries and mapped files, which are not private memory.
+SHARED = 120 * MIB
+
+
+def _peak_bytes(pids: tuple[int, ...]) -> int:
+    """The most that any of these processes has had in memory so far."""
+    peak = 0
+    for pid in pids:
+        with contextlib.suppress(OSError, IndexError):  # it has just ended
+            status = Path(f"/proc/{pid}/status").read_text()
+            peak = max(peak, int(status.split("VmHWM:")[1].split()[0]) << 10)
+    return peak
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_shard_that_unpacks_to_too_much_is_named_with_the_limit_and_others_go_on(
+    tmp_path: Path, bomb: Callable[[Path], None]
+) -> None:
+    """Invariant 6 of the project: a node never exceeds its memory budget."""
+    bomb(tmp_path)
+
+    async def scene(bench: Bench) -> None:
+        coming, peak = asyncio.ensure_future(bench.decode(0, Region(0, 2 << 30))), 0
+        while not coming.done():
+            peak = max(peak, _peak_bytes(bench.pool.pids))
+            await asyncio.sleep(0)
+        assert 0 < peak < LIMIT + SHARED
+        error = coming.result()
+        assert isinstance(error, BudgetTooSmall)
+        assert (error.shard, error.block, error.budget) == (bench.dataset.url(0), 0, LIMIT)
+        assert "256 MiB" in str(error)
+        assert "DATAPLANE_WORKER_MEMORY_BYTES=" in str(error)
+        assert isinstance(await bench.decode(1, ROOM), tasks.Decoded)
+
+    on_bench(f"{tmp_path}/*", scene, arena_bytes=2 << 30, memory_bytes=LIMIT)
+
+
+def test_a_dataset_of_larger_blocks_gives_its_workers_more(tmp_path: Path) -> None:
+    """The same shard is a bomb to one dataset and a block to another."""
+    BOMBS[1](tmp_path)
+
+    async def scene(bench: Bench) -> None:
+        larger = WorkerBytes(LIMIT, 8 << 30).for_blocks_of(
+            int(bench.dataset.blocks.marks.decoded.max())
+        )
+        bench.allow(larger)
+        assert isinstance(await bench.decode(0, Region(0, 2 << 30)), tasks.Decoded)
+
+    on_bench(f"{tmp_path}/*", scene, arena_bytes=2 << 30, memory_bytes=LIMIT)
+
+
+def test_what_a_worker_may_take_follows_from_the_largest_block() -> None:
+    hard = WorkerBytes(LIMIT, 0)
+    assert hard.for_blocks_of(0) == hard.for_blocks_of(1 << 40) == LIMIT
+    soft = WorkerBytes(LIMIT, 1 << 30)
+    assert soft.for_blocks_of(0) == LIMIT
+    assert soft.for_blocks_of(100 * MIB + 1) == LIMIT + 301 * MIB
+    assert soft.for_blocks_of(1 << 40) == 1 << 30
+
+
+def test_this_process_has_no_limit_of_its_own() -> None:
+    assert resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY
