@@ -3,7 +3,7 @@
 It changes nothing that decides nothing: docstrings, types, imports, `__slots__`, assertions
 (including `strict=` of zip), the sentences of errors, and arguments that only say how (`copy`,
 `use_threads`). Constants (in capitals) become sixteen times as large, since one more is no fault.
-mutants_equal.py lists the remaining changes that are not faults, with the reason.
+mutation.py shows those that no test found, some of which are no faults.
 """
 
 from __future__ import annotations
