@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from fake_device import FakeDevice
+from fleet import wait_until
 
 
 def leaves(batch: Any) -> list[torch.Tensor]:
@@ -33,16 +33,6 @@ def step(device: FakeDevice, batches: Iterator[Any], expected: list[bytes]) -> N
     for tensor, want in zip(leaves(next(batches)), expected, strict=True):
         device.read(tensor, want)
     device.tick()
-
-
-def wait_until(is_so: Callable[[], Any]) -> None:
-    """Wait for other threads and processes."""
-    pause = threading.Event()
-    for _ in range(6000):
-        if is_so():
-            return
-        pause.wait(0.01)
-    raise AssertionError("it never came to this")
 
 
 def expect_nothing_left(device: FakeDevice) -> None:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -353,3 +353,11 @@ class Service:
             self.kill()
         assert self.process.stdout is not None
         self.process.stdout.close()
+
+
+def wait_until(is_so: Callable[[], object]) -> None:
+    """Wait for other threads and processes, with a deadline that only ends a hang."""
+    deadline = time.monotonic() + 120
+    while not is_so():
+        assert time.monotonic() < deadline, "it never came to this"
+        threading.Event().wait(0.01)

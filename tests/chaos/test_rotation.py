@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from certificates import Authority
-from fleet import Run, Service
+from fleet import Run, Service, wait_until
 from service_here import FileClock, service_here
 from small_nodes import alone_and_small
 
@@ -91,13 +89,6 @@ class Lines:
 
     def wait_for(self, *words: str) -> None:
         wait_until(lambda: self.with_words(*words))
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.01)
 
 
 def asked(address: str, security: Security) -> None:

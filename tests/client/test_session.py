@@ -8,14 +8,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import traceback
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from fake_node import Script, open_job, serving
+from fleet import wait_until as wait_until_true
 from forked import forking
 
 from dataplane.client.endpoint import Embedded, Served, find_endpoint
@@ -437,13 +436,6 @@ def test_slabs_that_a_forked_child_can_read_are_not_used_again(fake, session) ->
             break
         threading.Event().wait(0.01)
     assert node.free_count == node.slots.layout.slot_count
-
-
-def wait_until_true(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.01)
 
 
 def test_the_end_of_a_process_that_holds_batches_leaves_the_job_with_its_place(fake, name) -> None:

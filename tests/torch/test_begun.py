@@ -15,7 +15,6 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -23,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from dataplane_torch import DataLoader, Mixture, ShardedIterableDataset, Source
-from fleet import own_nodes, worker_processes
+from fleet import own_nodes, wait_until, worker_processes
 from hub import hub_server
 from servers import S3Server, reach
 from shards import arrow_bytes
@@ -198,7 +197,7 @@ def test_a_node_without_loaders_keeps_no_memory_and_serves_the_next_one(
 
     read(2)
     node = the_node()
-    _wait_until(lambda: not _has_arenas(node) and not worker_processes(node))
+    wait_until(lambda: not _has_arenas(node) and not worker_processes(node))
     read(3)
     assert own_nodes() == [node]
     node.terminate()
@@ -232,13 +231,6 @@ def test_a_function_is_found_in_a_folder_that_was_added_after_another_loader(
 
 def _has_arenas(node: psutil.Process) -> bool:
     return "memfd:dataplane-" in Path(f"/proc/{node.pid}/maps").read_text()
-
-
-def _wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.05)
 
 
 def test_a_node_waits_for_another_loader_only_while_a_former_trainer_lives() -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ from dataplane_torch import (
     ToDtype,
 )
 from device_steps import content, step
-from fleet import kill_workers, own_nodes
+from fleet import kill_workers, own_nodes, wait_until
 from pictures import encoded
 from PIL import Image
 from shards import parquet_bytes
@@ -326,14 +324,6 @@ def mapped_shards(folder: Path, rows: int = 256, blocks: int = 4, count: int = 2
     return folder
 
 
-def until(is_so: Callable[[], bool]) -> None:
-    """Wait for this, with a deadline that only ends a hang."""
-    deadline = time.monotonic() + 120
-    while not is_so():
-        assert time.monotonic() < deadline
-        os.sched_yield()
-
-
 def rows_of(loader: Any) -> list[int]:
     return [row for batch in loader for row in batch["row"].tolist()]
 
@@ -542,7 +532,7 @@ def test_a_function_that_hangs_keeps_no_worker_from_others_once_its_loader_is_cl
         assert next(batches)["row"].equal(first["row"])
         worker = int((tmp_path / "hung").read_text())
     assert rows_of(DataLoader(folder, batch_size=100, columns=["row"])) == list(range(512))
-    until(lambda: not psutil.pid_exists(worker))
+    wait_until(lambda: not psutil.pid_exists(worker))
 
 
 EDITED = """

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from dataplane_torch import DataLoader
-from device_steps import content, leaves, wait_until
+from device_steps import content, leaves
+from fleet import wait_until
 from local_datasets import LONG
 from torch.utils.data import Dataset
 

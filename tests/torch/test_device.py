@@ -9,7 +9,8 @@ import pytest
 import torch
 from dataplane_torch import DataLoader
 from dataplane_torch.device import find_target
-from device_steps import content, expect_nothing_left, leaves, step, wait_until
+from device_steps import content, expect_nothing_left, leaves, step
+from fleet import wait_until
 
 from dataplane.client.stream import Batches, SlabStream
 from dataplane.model.errors import ClosedError, ConfigError, DataStallError

@@ -9,7 +9,6 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from dataplane_torch import DataLoader
-from fleet import Service
+from fleet import Service, wait_until
 from servers import S3Server, reach
 
 from dataplane.cli import run
@@ -291,13 +290,6 @@ def know_each_other(address: str) -> bool:
     return len(job["nodes"]) == 2 and all(node["known"] == known for node in nodes)
 
 
-def until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.05)
-
-
 @pytest.mark.slow
 def test_neighbours_and_disks_hold_a_view_and_no_block_without_rows_is_read(
     view_url: str, tmp_path: Path
@@ -318,7 +310,7 @@ def test_neighbours_and_disks_hold_a_view_and_no_block_without_rows_is_read(
         DataLoader(view_url, 16, service=names[1], dp_rank=1, **same, **VIEW) as second,
     ):
         assert len(first) == len(second)
-        until(lambda: know_each_other(coordinator.address))
+        wait_until(lambda: know_each_other(coordinator.address))
         epochs = []
         for _ in range(2):
             ids: list[int] = []
@@ -329,7 +321,7 @@ def test_neighbours_and_disks_hold_a_view_and_no_block_without_rows_is_read(
         assert len(set(epochs[0])) == len(epochs[0])
         assert all(i >= HALF and i % 3 < 2 for i in epochs[0])
         assert 0.75 < len(epochs[0]) / (VIEW_ROWS - HALF) / (2 / 3) < 1
-        until(lambda: view_reads(coordinator.address, "neighbour_bytes") > 0)
+        wait_until(lambda: view_reads(coordinator.address, "neighbour_bytes") > 0)
         # Each node reads each block once at most, and nothing of the first half, which has no rows.
         assert (
             view_reads(coordinator.address, "read_bytes")

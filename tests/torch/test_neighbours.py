@@ -26,8 +26,7 @@ import pytest
 from away import Away, Proxy
 from awry import Awry, Mood, awry_server
 from dataplane_torch import DataLoader, Pack
-from device_steps import wait_until
-from fleet import Service
+from fleet import Service, wait_until
 from numpy.typing import NDArray
 from servers import S3Server, reach
 from shards import arrow_bytes
@@ -97,17 +96,17 @@ def test_each_block_is_read_from_the_store_by_one_of_the_nodes(
         DataLoader(url, 16, service=services[1], dp_rank=1, **same) as second,
     ):
         assert len(first) == len(second) == ROWS // 32
-        until(know_each_other)
+        wait_until(know_each_other)
         for epoch in range(2):
             ids: list[int] = []
             for one, other in zip(first, second, strict=True):
                 ids += one["id"].tolist() + other["id"].tolist()
             assert sorted(ids) == list(range(ROWS)), f"epoch {epoch}: a sample is lost or repeated"
         size = ROWS * (ROW_BYTES + 8)
-        until(lambda: reads("neighbour_bytes") == reads("lent_bytes") > size // 4)
+        wait_until(lambda: reads("neighbour_bytes") == reads("lent_bytes") > size // 4)
         of_loaders = sum_of([first.statistics(), second.statistics()])
         # Nodes tell it with their next heartbeat.
-        until(lambda: of_loaders.memory_bytes <= reads("memory_bytes"))
+        wait_until(lambda: of_loaders.memory_bytes <= reads("memory_bytes"))
         # The loaders tell what they have consumed; footers are told by nodes alone.
         assert size // 4 < of_loaders.neighbour_bytes <= reads("neighbour_bytes")
         assert size // 2 < of_loaders.origin_bytes <= reads("read_bytes")
@@ -138,7 +137,7 @@ class Told:
         def seen_s() -> float:
             return max(node["last_seen_s"] for node in self.status()["nodes"])
 
-        until(lambda: time.monotonic() - seen_s() > asked)
+        wait_until(lambda: time.monotonic() - seen_s() > asked)
         return self.reads("lent_bytes")
 
     def all_have_lent(self) -> bool:
@@ -182,7 +181,7 @@ def test_a_node_whose_token_is_for_some_urls_lends_and_borrows_what_lies_there_a
             DataLoader(dataset, 16, service=services[1], name=job, dp_rank=1, **same) as second,
         ):
             assert len(first) == len(second)
-            until(lambda: told.know_each_other(job))
+            wait_until(lambda: told.know_each_other(job))
             deadline = time.monotonic() + 60
             while time.monotonic() < deadline:
                 found: list[int] = []
@@ -209,13 +208,6 @@ def test_a_node_whose_token_is_for_some_urls_lends_and_borrows_what_lies_there_a
     lines = [line for log in logs for line in log.read_text().splitlines()]
     refusals = [line for line in lines if "data request refused" in line]
     assert all(f"lies outside of {url}train/" in line for line in refusals)
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.05)
 
 
 MANIFEST_SHARDS, SHARD_ROWS = 6, 100
@@ -328,13 +320,13 @@ def test_when_the_node_that_indexes_is_killed_another_one_does_and_every_rank_go
         with ExitStack() as stack, ThreadPoolExecutor(3) as threads:
             loaders = [stack.enter_context(nodes.loader(number, url)) for number in range(3)]
             lengths = [threads.submit(len, loader) for loader in loaders]
-            until(lambda: len(nodes.waiting()) == 2)
+            wait_until(lambda: len(nodes.waiting()) == 2)
             (maker,) = {0, 1, 2} - nodes.waiting()
             nodes.nodes[maker].kill()
             proxy.be(Away.WELL)
             others = {0, 1, 2} - {maker}
             # If it came back at once, it might go on.
-            until(lambda: any(nodes.has(each, "index/*/shards-*.log") for each in others))
+            wait_until(lambda: any(nodes.has(each, "index/*/shards-*.log") for each in others))
             nodes.nodes[maker].start()
             assert {length.result(60) for length in lengths} == {MANIFEST_ROWS // 12}
     assert not nodes.has(maker, "index/*/shards-*.log"), "the node that came back got it, too"

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 from dataplane_torch import DataLoader
-from device_steps import content, expect_nothing_left, step, wait_until
+from device_steps import content, expect_nothing_left, step
+from fleet import wait_until
 from local_datasets import LONG
 from torch.utils.data import Dataset, IterableDataset
 
