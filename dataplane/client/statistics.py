@@ -182,6 +182,13 @@ class Statistics(Struct, frozen=True):
         """The rate of the loop; 0.0 before the first slab was consumed."""
         return self.samples / self.elapsed_s if self.elapsed_s else 0.0
 
+    def scalars(self) -> dict[str, float]:
+        """The same as flat numbers, with names for TensorBoard or W&B: "dataplane/waited_s", …"""
+        names = (*_SUMMED, "worker_count", "origin_bytes", "elapsed_s", "samples_per_s")
+        sums = {f"dataplane/{name}": float(getattr(self, name)) for name in names}
+        first = self.first_batch.stages()
+        return sums | {f"dataplane/first_batch/{stage}_s": took for stage, took in first.items()}
+
     def since(self, before: Statistics) -> Statistics:
         """Return the difference to an earlier value of the same loader."""
         return self._with(before, -1)

@@ -16,6 +16,7 @@ from dataplane.model.records import MixHistory
 from dataplane.rpc import messages
 from dataplane_torch.sending import CopyStream, Sending
 from dataplane_torch.tensors import Batch, Decoder
+from dataplane_torch.torch_private.profiling import in_profile
 
 _Made = tuple[messages.Batch, Callable[[], Batch]]
 
@@ -115,7 +116,9 @@ class EpochReader:
             # Release the slab in hand first: the next one may need its memory.
             self._ready = []
             known = self._session.mixes_asked
-            self._ready = self._unpacked(stream.batches_from(self.step))
+            with in_profile("dataplane.wait"):
+                batches = stream.batches_from(self.step)
+            self._ready = self._unpacked(batches)
             if not self._ready and known is self._session.mixes_asked:
                 return False
 

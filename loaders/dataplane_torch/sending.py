@@ -22,6 +22,8 @@ from typing import Any, Protocol
 
 import torch
 
+from dataplane_torch.torch_private.profiling import in_profile
+
 Copy = Callable[[Any], Any]
 
 _PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
@@ -87,7 +89,7 @@ class Sending:
             if self._make is not None:
                 self._batch, self._make = self._make(), None
             copied: list[Any] = []
-            with self._copy_stream.copying() as begin_copy:
+            with in_profile("dataplane.copy"), self._copy_stream.copying() as begin_copy:
 
                 def early(leaf: Any) -> Any:
                     if not _is_early(leaf):

@@ -277,3 +277,13 @@ def test_the_longest_stage_is_named_with_one_advice(stage):
 def test_nothing_is_said_of_a_batch_that_never_came():
     assert doctor_run.first_batch_advice(NOT_YET) == ""
     assert doctor_run.first_batch_rows(NOT_YET) == []
+
+
+def test_scalars_are_flat_numbers_with_stable_names() -> None:
+    scalars = Statistics(samples=8, waited_s=0.5, consumed_s=1.5, read_bytes=7).scalars()
+    assert scalars["dataplane/samples"] == 8
+    assert scalars["dataplane/samples_per_s"] == 4
+    assert scalars["dataplane/origin_bytes"] == 7
+    assert scalars["dataplane/first_batch/fetch_s"] == 0
+    assert {type(value) for value in scalars.values()} == {float}
+    assert Statistics().scalars().keys() == scalars.keys()
