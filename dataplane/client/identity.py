@@ -112,6 +112,11 @@ def _run_id(environ: Mapping[str, str], world_size: int) -> str | None:
         return f"slurm-{environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '')}"
     if environ.get("MASTER_PORT"):
         return f"master-{environ.get('MASTER_ADDR', '')}:{environ['MASTER_PORT']}"
+    if "JSM_NAMESPACE_RANK" in environ and "LSB_JOBID" in environ:
+        step = (environ.get(name, "") for name in ("LSB_JOBINDEX", "PMIX_NAMESPACE"))
+        return ".".join((f"lsf-{environ['LSB_JOBID']}", *step))
+    if environ.get("PALS_APID"):
+        return f"pals-{environ['PALS_APID']}"
     if "OMPI_COMM_WORLD_RANK" in environ or "PMI_RANK" in environ:
         for name in ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID"):
             if environ.get(name):

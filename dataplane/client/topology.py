@@ -38,6 +38,7 @@ class Launcher(Struct, frozen=True):
     Volcano's pytorch plugin (docs/user-guide/how_to_use_pytorch_plugin.md).
     Horovod: horovod/runner/gloo_run.py.  Slurm: "OUTPUT ENVIRONMENT VARIABLES" of srun(1).
     Open MPI: "Environment variables" of docs.open-mpi.org, and PMI: MPICH's Hydra and Intel MPI.
+    PALS, mpiexec of PBS on HPE Cray: mpiexec(1). jsrun of LSF: "Job step environment" of jsrun(1).
     Kubeflow Trainer: its torch plugin sets torchrun's own PET_ variables in the pods of a JobSet.
     """
 
@@ -65,6 +66,14 @@ LAUNCHERS: Final = (
         "SLURM_LOCALID",
         ("SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
     ),
+    Launcher(
+        "jsrun of LSF",
+        "JSM_NAMESPACE_RANK",
+        "JSM_NAMESPACE_SIZE",
+        "JSM_NAMESPACE_LOCAL_RANK",
+        ("JSM_NAMESPACE_LOCAL_SIZE",),
+    ),
+    Launcher("PALS of PBS", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", ("PALS_LOCAL_SIZE",)),
     Launcher(
         "Open MPI",
         "OMPI_COMM_WORLD_RANK",

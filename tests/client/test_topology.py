@@ -162,6 +162,19 @@ def test_ranks_without_a_launcher_are_one_run_by_their_token() -> None:
             "master-h:29500",
         ),
         ({"OMPI_COMM_WORLD_RANK": "0", "PMIX_NAMESPACE": "p.1"}, "mpi-p.1"),
+        (
+            {
+                "JSM_NAMESPACE_RANK": "0",
+                "LSB_JOBID": "7",
+                "LSB_JOBINDEX": "2",
+                "PMIX_NAMESPACE": "1",
+            },
+            "lsf-7.2.1",
+        ),
+        (
+            {"PALS_RANKID": "0", "PMI_RANK": "0", "PALS_APID": "a-1", "PBS_JOBID": "7.head"},
+            "pals-a-1",
+        ),
     ],
 )
 def test_every_launcher_gives_a_run_id(environ, run_id) -> None:
@@ -369,6 +382,18 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "2", "OMPI_UNIVERSE_SIZE": "8", "OMPI_COMM_WORLD_NODE_RANK": "2",
     "PMIX_NAMESPACE": "prterun-gpu-0-1@1", "PMIX_RANK": "6",
 }  # fmt: skip
+# IBM Job Step Manager: "Environment variables of job steps"
+JSRUN = {
+    "LSB_JOBID": "1234", "LSB_JOBINDEX": "0", "JSM_NAMESPACE_RANK": "5",
+    "JSM_NAMESPACE_SIZE": "12", "JSM_NAMESPACE_LOCAL_RANK": "5", "JSM_NAMESPACE_LOCAL_SIZE": "6",
+    "PMIX_NAMESPACE": "2", "PMIX_RANK": "5",
+}  # fmt: skip
+# HPE's Parallel Application Launch Service: mpiexec(1); with it, Cray MPICH sets those of PMI
+PALS = {
+    "PBS_JOBID": "77.head", "PALS_APID": "4fa1-77", "PALS_RANKID": "6", "PALS_NODEID": "1",
+    "PALS_LOCAL_RANKID": "2", "PALS_LOCAL_SIZE": "4", "PMI_RANK": "6", "PMI_SIZE": "8",
+    "PMI_LOCAL_RANK": "2", "PMI_LOCAL_SIZE": "4",
+}  # fmt: skip
 # horovod/runner/gloo_run.py, create_slot_env_vars()
 HOROVOD = {
     "HOROVOD_HOSTNAME": "gpu-1", "HOROVOD_RANK": "5", "HOROVOD_SIZE": "8",
@@ -408,6 +433,9 @@ TRAIN_JOB = JOB_SET | {
         (SLURM, "Slurm", Topology(5, 8, 5, 8, 1, 2)),
         (SLURM | {"SLURM_NTASKS_PER_NODE": "4"}, "Slurm", Topology(5, 8, 5, 8, 1, 4)),
         (OPEN_MPI, "Open MPI", Topology(6, 8, 6, 8, 2, 4)),
+        (JSRUN, "jsrun of LSF", Topology(5, 12, 5, 12, 5, 6)),
+        (JSRUN | OPEN_MPI, "jsrun of LSF", Topology(5, 12, 5, 12, 5, 6)),
+        (PALS, "PALS of PBS", Topology(6, 8, 6, 8, 2, 4)),
         (HOROVOD, "Horovod", Topology(5, 8, 5, 8, 1, 4)),
         (SLURM | HOROVOD, "Horovod", Topology(5, 8, 5, 8, 1, 4)),
         (PYTORCH_JOB, "PyTorchJob", Topology(2, 4, 2, 4)),
