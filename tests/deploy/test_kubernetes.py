@@ -134,6 +134,30 @@ def test_every_setting_and_flag_is_real():
         command.make_context(words[0], list(words[1:]), parent=context, resilient_parsing=False)
 
 
+def test_prometheus_finds_the_port_that_the_settings_name_at_all_that_have_it():
+    for name in ("metrics", "metrics-tls"):
+        path = FOLDER / "components" / name / "podmonitor.yaml"
+        monitor = yaml.safe_load(path.read_text())["spec"]
+        (endpoint,) = monitor["podMetricsEndpoints"]
+        assert ("tlsConfig" in endpoint) == (name == "metrics-tls")
+        label = monitor["selector"]["matchLabels"]
+        for _, document in everything():
+            for pod in pods(document):
+                inside = list(containers({"pod": pod}))
+                if any(container["image"].startswith("dataplane:") for container in inside):
+                    assert label.items() <= pod["metadata"]["labels"].items()
+        server = endpoint.get("tlsConfig", {}).get("serverName")
+        for document in overlay("daemonset-tls"):
+            if document["kind"] == "Certificate" and not document["spec"].get("isCA"):
+                assert server in (None, *document["spec"]["dnsNames"])
+        for _, container in ours():
+            ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+            assert ports[endpoint["port"]] == 9400
+    for name in OVERLAYS:
+        (config,) = (one for one in overlay(name) if one["kind"] == "ConfigMap")
+        assert config["data"]["DATAPLANE_METRICS_LISTEN"].endswith(":9400")
+
+
 def test_liveness_asks_no_store_and_no_coordinator():
     for name, container in ours():
         probe = container["livenessProbe"]
@@ -192,5 +216,7 @@ def test_the_chart_is_what_kustomize_makes():
         texts += committed
     for _, place in make_chart.PLACES:
         assert place in texts
+    monitors = (CHART / "templates" / "podmonitor.yaml").read_text()
+    assert monitors == make_chart.monitors(), "run deploy/kubernetes/make_chart.py"
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert values()["image"] == f"dataplane:{chart['appVersion']}"
