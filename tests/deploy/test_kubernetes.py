@@ -118,8 +118,8 @@ def test_every_setting_and_flag_is_real():
                 setting = settings.BY_NAME[variable.removeprefix("DATAPLANE_").lower()]
                 settings.parse(setting, value, name)
         for container in containers(document):
-            given = {one["name"] for one in container.get("env", ())}
-            assert {one for one in given if one.startswith("DATAPLANE_")} <= variables, name
+            given = {variable["name"] for variable in container.get("env", ())}
+            assert {var for var in given if var.startswith("DATAPLANE_")} <= variables, name
     commands = [container["args"] for _, container in ours()]
     for _, container in ours():
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
@@ -154,7 +154,7 @@ def test_prometheus_finds_the_port_that_the_settings_name_at_all_that_have_it():
             ports = {port["name"]: port["containerPort"] for port in container["ports"]}
             assert ports[endpoint["port"]] == 9400
     for name in OVERLAYS:
-        (config,) = (one for one in overlay(name) if one["kind"] == "ConfigMap")
+        (config,) = (document for document in overlay(name) if document["kind"] == "ConfigMap")
         assert config["data"]["DATAPLANE_METRICS_LISTEN"].endswith(":9400")
 
 

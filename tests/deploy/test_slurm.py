@@ -157,10 +157,10 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     key.chmod(0o400)
     made = Cluster(folder)
     with (
-        socket.create_server(("127.0.0.1", 0)) as one,
-        socket.create_server(("127.0.0.1", 0)) as two,
+        socket.create_server(("127.0.0.1", 0)) as first,
+        socket.create_server(("127.0.0.1", 0)) as second,
     ):
-        ports = [sock.getsockname()[1] for sock in (one, two)]
+        ports = [sock.getsockname()[1] for sock in (first, second)]
     conf = CONF.format(
         host=socket.gethostname(), folder=folder, controller=ports[0], daemon=ports[1]
     )
@@ -264,9 +264,9 @@ def test_an_array_shares_the_users_node_which_prolog_starts_and_epilog_stops(
         assert cluster.state(job).split() == ["COMPLETED"] * 2, cluster.log()
         twice = {step: sorted(ids * 2) for step, ids in expected(url, 60).items()}
         assert recorded(folder) == twice
-        told = (folder / "systemctl.log").read_text()
-        assert told.count("start dataplane-node@root") >= 2
-        assert told.count("ready: node") == 1
+        lines = (folder / "systemctl.log").read_text()
+        assert lines.count("start dataplane-node@root") >= 2
+        assert lines.count("ready: node") == 1
         pid = int((folder / "node.pid").read_text())
         cluster.wait_for("stopped", lambda: not psutil.pid_exists(pid))
         assert names.served_name(os.getuid(), coordinator.address)

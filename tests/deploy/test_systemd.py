@@ -66,7 +66,9 @@ def started(unit: Path, folder: Path) -> Service:
     places = {"%i": "root", "%S": "/state", "%C": "/cache", "/etc/dataplane": "/etc"}
     (command,) = values(unit, "ExecStart")
     environ = dict(line.split("=", 1) for line in values(unit, "Environment"))
-    assert environ.keys() <= {one.variable for one in settings.SETTINGS} | {"DATAPLANE_CONFIG"}
+    assert environ.keys() <= {setting.variable for setting in settings.SETTINGS} | {
+        "DATAPLANE_CONFIG"
+    }
     for short, long in places.items():
         real = str(folder) + long if "/" in long else long
         environ = {name: value.replace(short, real) for name, value in environ.items()}
