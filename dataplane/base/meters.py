@@ -90,10 +90,18 @@ class RequestMeter:
 
 
 class JobMeter:
-    """Counts of one job at a node: how long its slabs were in each stage."""
+    """Counts of one job at a node: how long its slabs were in each stage, and how many samples of
+    each source of its mixture they had.
+    """
 
     def __init__(self) -> None:
         self.stages: dict[str, Durations] = {}
+        self.samples_by_source: list[int] = []
+
+    def sources(self, counts: Sequence[int]) -> None:
+        """Count the samples of each source in a slab."""
+        before = self.samples_by_source or [0] * len(counts)
+        self.samples_by_source = [mine + more for mine, more in zip(before, counts, strict=True)]
 
     def slab(self, stages_us: Mapping[str, int]) -> None:
         """Count a slab that was in these stages for so long."""

@@ -35,6 +35,7 @@ class Group(enum.Enum):
     STORES = "Object stores"
     MEMORY = "Memory"
     PROCESSES = "Processes"
+    DATA = "What is in the batches"
     JOBS = "Jobs and members (coordinator)"
     SAFETY = "Refusals"
 
@@ -62,6 +63,7 @@ class Reading(NamedTuple):
 
 _C, _G, _H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
 _RANK = ("job", "rank")
+_SOURCE = ("job", "dataset")
 
 METRICS = (
     Metric(
@@ -157,6 +159,24 @@ METRICS = (
     Metric(
         "dataplane_loop_holds_total", _C, Group.PROCESSES,
         "How often the node's event loop was held for more than 20 ms",
+    ),
+    Metric(
+        "dataplane_mixture_asked_ratio", _G, Group.DATA,
+        "The share of the samples of a mixture that a source should have now", _SOURCE, "ratio",
+    ),
+    Metric(
+        "dataplane_mixture_samples_total", _C, Group.DATA,
+        "Samples of each source in the slabs that this node has made for its own ranks; their "
+        "rates are the shares got", _SOURCE,
+    ),
+    Metric(
+        "dataplane_pack_fill_ratio", _G, Group.DATA,
+        "The share of the tokens of packs that documents fill", _SOURCE, "ratio",
+    ),
+    Metric(
+        "dataplane_replaced_rows_total", _C, Group.DATA,
+        "Rows that others have replaced, since their images cannot be decoded; at most 1024 are "
+        "counted", ("job",),
     ),
     Metric(
         "dataplane_jobs", _G, Group.JOBS, "Jobs, by state: forming, running", ("state",),

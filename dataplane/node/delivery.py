@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from dataplane.arena.memfd import Arena
 from dataplane.arena.slab_layout import ALIGN_BYTES, SHAPE_BYTES, row_bytes, row_index_bytes
 from dataplane.arena.slots import AHEAD_SLOTS_MIN, SlotLayout, plan_slots
+from dataplane.base.meters import JobMeter
 from dataplane.base.trace import Trace
 from dataplane.model.changes import ReplacedRow, changes_of
 from dataplane.model.config import JobSpec, NodeConfig
@@ -31,7 +32,7 @@ from dataplane.scheduler.dataset import Ints
 from dataplane.scheduler.events import SlabProgress, Stalled
 from dataplane.scheduler.records import BlockPhase, SlabPhase
 from dataplane.scheduler.stalls import NO_ROOM, PLAN
-from dataplane.scheduler.walk import SlabSizes, Walk
+from dataplane.scheduler.walk import Plan, SlabSizes, Walk
 from dataplane.transforms.made_columns import CollatedColumns
 from dataplane.transforms.packing import delivered_columns, packed_columns
 
@@ -73,6 +74,16 @@ class DeliveryArena(Struct, eq=False):
     """The job whose slabs these are; "" if the node itself reads them."""
     is_for_nodes: bool = False
     """Whether the slabs are for other nodes, not for trainers of this one."""
+    meter: JobMeter | None = None
+    """Counts of the job, if the slabs are for trainers of this node."""
+
+    def count_sources(self, plan: Plan) -> None:
+        """Count the samples that a slab has of each source of a mixture."""
+        if self.meter is not None and len(self.datasets) > 1:
+            ends = np.cumsum([dataset.manifest.block_count for dataset in self.datasets])
+            sources = ends.searchsorted(plan.blocks, side="right")
+            rows = sources[plan.row_index[:, 0]]
+            self.meter.sources(np.bincount(rows, minlength=len(ends)).tolist())
 
     @property
     def column_count(self) -> int:
@@ -242,6 +253,10 @@ class ReplacedRows:
                 url, reason = redacted(unsigned(row.url)), row.reason
                 told = replace(row, url=url[:_TEXT_MAX], reason=reason[:_TEXT_MAX])
                 self._note(delivery.job_id, told)
+
+    def count(self, job_id: str) -> int:
+        """Return how many rows of a job are replaced, of ROWS_MAX that are counted."""
+        return len(self._rows.get(job_id, ()))
 
     def report(self, progress: MemberProgress) -> MemberProgress:
         """Add the rows of a member's job that were not reported yet to its progress."""

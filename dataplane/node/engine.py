@@ -452,6 +452,7 @@ class Engine:
             return
         into = np.frombuffer(arena.view(index.offset, index.length), np.int32)
         into[:] = effect.plan.row_index.reshape(-1)
+        delivery.count_sources(effect.plan)
         body = tasks.Assemble(
             delivery.datasets[0].dataset_id, effect.keys, index, effect.plan.batches,
             effect.delivery_id, effect.slab, effect.render, keep=keep,

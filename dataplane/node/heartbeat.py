@@ -365,9 +365,27 @@ def _of_ranks(jobs: Jobs, engine: Engine) -> Iterator[Reading]:
         steps = sum(map(engine.scheduler.steps_ahead, member.streams))
         ahead[at] = ahead.get(at, 0) + steps
     yield from (Reading("dataplane_steps_ahead", steps, at) for at, steps in ahead.items())
-    for job, of_job in {member.job_id: member.meter.job for member in members}.items():
-        for stage, took in of_job.stages.items():
+    for job, served in {member.job_id: member for member in members}.items():
+        for stage, took in served.meter.job.stages.items():
             yield Reading("dataplane_stage_seconds", took, (job, stage))
+        yield Reading("dataplane_replaced_rows_total", engine.replaced.count(job), (job,))
+        yield from _of_sources(served)
+
+
+def _of_sources(member: ServedMember) -> Iterator[Reading]:
+    """Yield what the batches of a member's job are made of."""
+    job, mixture = member.job_id, member.spec.mixture
+    names = [""] if mixture is None else [source.name for source in mixture.sources]
+    for name, opened in zip(names, member.opened.opened, strict=True):
+        if opened.packing is not None:
+            fill = 1 - opened.packing.padding
+            yield Reading("dataplane_pack_fill_ratio", fill, (job, name))
+    if mixture is not None and member.mix is not None:
+        shares = member.mix.until(member.epoch, member.cursor)[-1].shares
+        for name, share in zip(names, shares, strict=True):
+            yield Reading("dataplane_mixture_asked_ratio", share / sum(shares), (job, name))
+        for name, count in zip(names, member.meter.job.samples_by_source, strict=False):
+            yield Reading("dataplane_mixture_samples_total", count, (job, name))
 
 
 def _of_bytes(reads: NodeReads) -> Iterator[Reading]:
@@ -394,10 +412,9 @@ def _of_stores(meters: StoreMeters, own: Stores, outages: Outages) -> Iterator[R
         for error, count in total.errors.items():
             yield Reading("dataplane_store_errors_total", count, (store, error))
     now = time.time()
-    for outage in outages.now(now):
-        if outage.store in meters.by_store:
-            away_s = max(0.0, now - outage.since)
-            yield Reading("dataplane_store_away_seconds", away_s, (outage.store,))
+    for outage in outages.now(now)[:_OUTAGES_MAX]:
+        away_s = max(0.0, now - outage.since)
+        yield Reading("dataplane_store_away_seconds", away_s, (outage.store,))
 
 
 def _of_memory(engine: Engine, jobs: Jobs) -> Iterator[Reading]:

@@ -180,6 +180,8 @@ class Jobs:
         if spec.mixture is not None:
             release = partial(self._release, delivery)
             following = Following(mixes, spec.global_batch, release, follows=request.follows)
+        meter = self._meter(request.job_id, request.topology.rank)
+        delivery.meter = meter.job
         member = ServedMember(
             request,
             opened,
@@ -190,7 +192,7 @@ class Jobs:
             joining,
             following=following,
             joined=joined,
-            meter=self._meter(request.job_id, request.topology.rank),
+            meter=meter,
         )
         if joined.knows_all_nodes:
             member.gathered.set()

@@ -245,7 +245,7 @@ def rule_tests() -> str:
 
 # -- dashboard -------------------------------------------------------------------------------------
 
-_UNITS = {"seconds": "s", "bytes": "bytes", "": "short"}
+_UNITS = {"seconds": "s", "bytes": "bytes", "ratio": "percentunit", "": "short"}
 _SOURCE = {"type": "prometheus", "uid": "${source}"}
 _WIDTH, _HEIGHT = 24, 8
 

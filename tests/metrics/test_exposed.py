@@ -12,8 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import scrapes
-from dataplane_torch import DataLoader
+from dataplane_torch import CenterCrop, DataLoader, Mixture, Pack, Source
 from fleet import Service
+from pictures import drawn, encoded
 from trusted import TOKEN
 
 SMALL = ("--block-arena-bytes", "32MiB", "--slab-bytes", "64KiB", "--worker-count", "1",
@@ -103,3 +104,38 @@ def test_what_belongs_to_a_job_disappears_with_it(scrape: Scrape, shards: str) -
         scrapes.until(
             partial(scrape, name), lambda found: not any("short" in labels for labels in found)
         )
+
+
+def test_a_mixture_shows_shares_asked_and_samples_got_and_packs_their_fill(
+    scrape: Scrape, tmp_path: Path
+) -> None:
+    for name, tokens in {"short": 3, "long": 16}.items():
+        table = pa.table({"tokens": pa.array([[1] * tokens] * 300, pa.list_(pa.int32()))})
+        pq.write_table(table, tmp_path / f"{name}.parquet", row_group_size=50)
+    weights = {"short": 0.25, "long": 0.75}
+    sources = {
+        name: Source(tmp_path / f"{name}.parquet", weight=weight)
+        for name, weight in weights.items()
+    }
+    mixture = Mixture(sources, source_column="from", exhausted="cycle", length=160)
+    with DataLoader(mixture, 4, pack=Pack("tokens", 16), name="mixed") as loader:
+        of_long = sum(int(batch["from"].sum()) for batch in loader)
+        asked = scrape("dataplane_mixture_asked_ratio")
+        got = scrape("dataplane_mixture_samples_total")
+        fill = scrape("dataplane_pack_fill_ratio")
+    assert asked == {(name, "mixed"): pytest.approx(weight) for name, weight in weights.items()}
+    share = got["long", "mixed"] / sum(got.values())
+    assert of_long == 120
+    assert sum(got.values()) >= 160
+    assert share == pytest.approx(0.75, abs=0.02)
+    assert fill == {("long", "mixed"): 1.0, ("short", "mixed"): pytest.approx(15 / 16, abs=0.01)}
+
+
+def test_rows_that_others_replace_are_counted(scrape: Scrape, tmp_path: Path) -> None:
+    images = [encoded(drawn(48, 48, seed=number)) for number in range(12)]
+    images[3] = images[7] = b"no image"
+    pq.write_table(pa.table({"jpg": images}), tmp_path / "a.parquet")
+    options = {"transforms": {"jpg": [CenterCrop(32)]}, "bad_images": "replace"}
+    with DataLoader(tmp_path / "a.parquet", 4, name="images", **options) as loader:
+        assert sum(len(batch["jpg"]) for batch in loader) == 12
+        assert scrape("dataplane_replaced_rows_total")["images",] == 2
