@@ -1,1 +1,1 @@
-"""The Dataplane service: shards in object storage to finished batches beside the trainer."""
+"""The Dataplane service: it turns shards in object storage into batches beside the trainer."""

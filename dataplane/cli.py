@@ -1,7 +1,7 @@
-"""`dataplane`: the command line. It reads flags, the environment and files; no lower layer does.
+"""`dataplane`: the command line. It reads flags, the environment and files; lower layers read none.
 
-Errors are printed as one block (what, where, what to do) and become an exit status. A traceback is
-printed only with --debug, or for a bug.
+Errors are printed as one block (what, where, what to do), and determine the exit status. A
+traceback is printed only with --debug, or for a bug.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from dataplane.model.errors import ConfigError, DataplaneError
 # Commands of other packages: entry points of the group `dataplane.commands`.
 #
 # Each is a click command, which is loaded only when it is called or listed. `OFFERED` are those
-# that we publish: where their package is missing, the command says how to install it.
+# that we publish: if the package is missing, the command says how to install it.
 
 GROUP = "dataplane.commands"
 OFFERED = {"bench": "dataplane-bench"}
 
 
 class ExtensibleGroup(click.Group):
-    """A group of its own commands and of those that other packages install."""
+    """A group of its own commands, and of those that other packages install."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         own = super().list_commands(ctx)
@@ -66,7 +66,7 @@ def _installed() -> dict[str, EntryPoint]:
 
 
 def _missing(name: str, package: str) -> click.Command:
-    """The command of a package that is not installed: it takes any arguments, and says so."""
+    """Return the command of a missing package: it accepts any arguments, and fails."""
     install = f"pip install {package}=={VERSION}"
 
     @json_option
@@ -111,7 +111,7 @@ def cli(manner: Manner, /, *, debug: bool, config_file: str | None) -> None:
       dataplane bench
     """
     manner.debug = debug
-    del config_file  # the commands that read settings ask for it
+    del config_file  # read later, by the commands that need settings
     trace.configure("debug" if debug else "info", "text")
 
 
@@ -123,14 +123,14 @@ for command in (
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Carry out one command line; the result is the exit status."""
+    """Run one command line, and return the exit status."""
     manner = Manner()
     try:
         status = cli.main(list(arguments), prog_name="dataplane", standalone_mode=False, obj=manner)
         sys.stdout.flush()
     except (BrokenPipeError, SystemExit):
-        # The reader of our output has closed the pipe. click and rich raise SystemExit for it,
-        # which no command raises.
+        # The reader of our output has closed the pipe: click and rich raise SystemExit, which no
+        # command of ours raises.
         _drop_output()
         return output.EXIT_PIPE_CLOSED
     except click.UsageError as error:
@@ -138,7 +138,7 @@ def run(arguments: Sequence[str]) -> int:
             manner.as_json = True
         return _told(error, manner)
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the outermost door
-        # An error about a file that was opened by name has that name.
+        # An OSError about a file that was opened by name has a filename; this one is about stdout.
         if isinstance(error, OSError) and error.filename is None and error.errno in _NOT_WRITTEN:
             _drop_output()
             output.stderr().print(f"error: the output cannot be written: {error.strerror}")
@@ -148,13 +148,13 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _drop_output() -> None:
-    """Write no more to stdout: Python must not complain again when it flushes at exit."""
+    """Discard further output to stdout, so that Python does not fail when it flushes at exit."""
     with contextlib.suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _told(error: BaseException, manner: Manner) -> int:
-    """Report the error that ended a command, as text or JSON; the result is the exit status."""
+    """Report the error that ended a command, as text or JSON; return the exit status."""
     is_bug = False
     match error:
         case click.Abort() | KeyboardInterrupt():
@@ -181,8 +181,8 @@ def _told(error: BaseException, manner: Manner) -> int:
 
 
 def _open_standard_streams() -> None:
-    """Open closed standard streams: output to them is dropped, and no file or socket gets their
-    numbers.
+    """Open standard streams that are closed. Output to them is discarded, and no other file or
+    socket gets their numbers.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -202,7 +202,7 @@ def main() -> None:
     _open_standard_streams()
     status = run(sys.argv[1:])
     if status == output.EXIT_INTERRUPTED:
-        # Threads may still be waiting for a store; do not wait for them.
+        # Do not wait for threads that may still wait for a store.
         output.stderr().show_cursor()
         sys.stdout.flush()
         os._exit(status)

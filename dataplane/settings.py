@@ -1,9 +1,9 @@
 """Every setting: its name, allowed values, default, and where its value came from.
 
 A setting has one name everywhere: `--slab-bytes` on a command line, DATAPLANE_SLAB_BYTES in the
-environment, `slab_bytes` in a TOML file. The first of these that is set counts; otherwise the
-default, computed from the machine. The command line, and trainers that start their own node, read
-settings only through this file.
+environment, `slab_bytes` in a TOML file. The first of these that is set is used, otherwise a
+default that is computed from the machine. The command line, and trainers that start their own node,
+read settings only through this module.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from dataplane.rpc.address_kinds import ADDRESS, ADDRESS_OR_NONE, DATA_ADDRESS, 
 
 # -- security settings -------------------------------------------------------------------------
 #
-# The settings of dataplane/security, and of connections between nodes: rows of the table in
-# settings.py.
+# The settings of dataplane/security, and of connections between nodes.
 #
-# They are here, and not in that room, since every process reads its settings, and only those that
-# listen or connect over TCP import what acts on these.
+# They are not in that room, since every process reads its settings, but only processes that listen
+# or connect over TCP import the code that uses them.
 
 NEIGHBOUR_SETTINGS: tuple[Setting, ...] = (
     Setting(
@@ -117,8 +116,8 @@ OTHER_VARIABLES = frozenset(
         units.IMPORT_PATH_VARIABLE,
     }
 )
-# Kubernetes sets these in every pod beside a Service whose name begins with "dataplane", and our
-# tests and their data have these.
+# Other variables with this prefix: Kubernetes sets some in every pod beside a Service whose name
+# begins with "dataplane", and our tests use some.
 _OF_OTHERS = re.compile(
     r"DATAPLANE_(?:\w+_)?(?:SERVICE_HOST|SERVICE_PORT(?:_\w+)?|PORT(?:_\d+_(?:TCP|UDP|SCTP)\w*)?)|"
     r"DATAPLANE_TEST_\w+|DATAPLANE_FOREIGN"
@@ -126,7 +125,9 @@ _OF_OTHERS = re.compile(
 MIB = 1 << 20
 GIB = 1 << 30
 WORKER_BYTES_MIN = 256 * MIB
-"""A worker takes about 100 MiB once it has imported everything it may need."""
+"""The least that a worker needs: it takes about 100 MiB once it has imported everything it may
+need.
+"""
 
 
 class Resolved(Struct, frozen=True):
@@ -138,7 +139,7 @@ class Resolved(Struct, frozen=True):
 
 
 class ConfigFile(Struct, frozen=True):
-    """The settings that a TOML file holds, checked."""
+    """The checked settings of a TOML file."""
 
     path: Path
     values: Mapping[str, Value]
@@ -153,7 +154,7 @@ def _worker_count(machine: Machine) -> int:
 
 
 def _folder(variable: str, below_home: str) -> Callable[[Machine, Mapping[str, str]], Value]:
-    """Our folder inside an XDG base folder."""
+    """Return a default: our folder inside an XDG base folder."""
 
     def default(machine: Machine, environ: Mapping[str, str]) -> str:
         if environ.get(variable):
@@ -215,22 +216,22 @@ SETTINGS: tuple[Setting, ...] = (
         "block_arena_bytes",
         units.BYTES,
         "memory for fetched and decoded blocks, per node",
-        # An eighth holds what a shuffle keeps open; small machines give up to a quarter.
+        # An eighth suffices for what a shuffle keeps open; small machines may use a quarter.
         lambda m, _: _within(m.memory_bytes // 8, min(m.memory_bytes // 4, 4 * GIB), 1 << 62),
     ),
     Setting(
         "delivery_bytes_per_rank",
         units.BYTES,
         "memory for finished batches, per rank of a job",
-        # Eight ranks may take a quarter of the machine. They do if batches are large and trainers
-        # wait: a slot is allocated when it is first used.
+        # Eight ranks may take a quarter of the machine, but do so only if batches are large and
+        # trainers wait: a slot is allocated when it is first used.
         lambda machine, _environ: _within(machine.memory_bytes // 32, 64 * MIB, GIB),
     ),
     Setting(
         "slab_bytes",
         units.BYTES,
         "size of a slab: batches travel to a trainer in pieces of this size",
-        # Up to this size, larger slabs cost less per batch.
+        # Up to this size, larger slabs reduce the cost per batch.
         lambda machine, _environ: _within(machine.memory_bytes // 1024, 4 * MIB, 16 * MIB),
     ),
     Setting(
@@ -245,7 +246,7 @@ SETTINGS: tuple[Setting, ...] = (
         units.BYTES,
         "private memory that a worker process may take; if not set, more for datasets with large "
         "blocks",
-        # All workers together take half of the machine at most.
+        # All workers together take at most half of the machine.
         lambda machine, _environ: _within(
             machine.memory_bytes // (2 * _worker_count(machine)), WORKER_BYTES_MIN, GIB
         ),
@@ -304,7 +305,7 @@ def resolve(
     file: ConfigFile | None,
     machine: Machine,
 ) -> dict[str, Resolved]:
-    """Every setting's value and source: flag, environment, file, default.
+    """Resolve every setting: flag, environment, file, default.
 
     Raises:  ConfigError: a flag or variable has a value that is not allowed.
     """
@@ -325,8 +326,8 @@ def resolve(
 
 
 def _with_slabs_that_fit(found: dict[str, Resolved], machine: Machine) -> dict[str, Resolved]:
-    """Adapt slab size and a rank's memory for slabs to each other if only one is given: a default
-    computed from the machine must not make a value chosen by the user invalid.
+    """If only one of slab size and a rank's memory for slabs is set, adapt the other: a default
+    that is computed from the machine must not make a value chosen by the user invalid.
     """
     slab, delivery = found["slab_bytes"], found["delivery_bytes_per_rank"]
     size, room = int(str(slab.value)), int(str(delivery.value))
@@ -339,7 +340,7 @@ def _with_slabs_that_fit(found: dict[str, Resolved], machine: Machine) -> dict[s
 
 
 def parse(setting: Setting, given: object, where: str) -> Value:
-    """The parsed value, or an error that names its source and the allowed values.
+    """Parse a value; an error names its source and the allowed values.
 
     Raises:  ConfigError: key, found, allowed.
     """
@@ -357,7 +358,7 @@ def parse(setting: Setting, given: object, where: str) -> Value:
 def find_file(
     named: str | None, environ: Mapping[str, str], folder: Path | None = None
 ) -> ConfigFile | None:
-    """The first of: the file given on the command line, the one in DATAPLANE_CONFIG,
+    """Return the first of: the file given on the command line, the one in DATAPLANE_CONFIG,
     ./dataplane.toml, and config.toml in the user's configuration folder. A file that was named must
     exist.
 
@@ -377,7 +378,7 @@ def find_file(
 
 
 def read_file(path: Path) -> ConfigFile:
-    """A TOML file of settings.
+    """Read a TOML file of settings.
 
     Raises:  ConfigError: not readable, not TOML, an unknown key, a bad value; file, key, allowed.
     """
@@ -405,7 +406,7 @@ def read_file(path: Path) -> ConfigFile:
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """DATAPLANE_* variables that nothing reads: most likely misspelt."""
+    """Return the DATAPLANE_* variables that nothing reads, which are most likely misspelt."""
     known = _known_variables()
     return sorted(
         name
@@ -415,8 +416,8 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
 
 
 def check_variables(environ: Mapping[str, str]) -> None:
-    """Refuse variables that look like settings: one that limits what a service opens has no effect
-    if it is misspelt.
+    """Refuse unknown variables that look like settings: a misspelt one would have no effect, even
+    if it was meant to limit what a service opens.
 
     Raises:  ConfigError: one is unknown; says which is meant.
     """
@@ -438,8 +439,8 @@ def _known_variables() -> frozenset[str]:
 
 
 def node_config(settings: Mapping[str, Resolved]) -> NodeConfig:
-    """The node's part of the settings. The socket's name is not among them: it follows from the
-    service, or from the run that starts the node.
+    """Return the node's part of the settings, without the name of its socket, which is derived from
+    the service or from the run that starts the node.
 
     Raises:  BudgetTooSmall: no slab fits into a rank's delivery memory, or a worker could not even
     start; needed, budget.
@@ -483,7 +484,7 @@ def node_config(settings: Mapping[str, Resolved]) -> NodeConfig:
 
 
 def default_node_config() -> NodeConfig:
-    """A node configured from the environment, the configuration file and this machine: the one that
+    """Configure a node from the environment, the configuration file and this machine: the node that
     a trainer without `service=` starts.
 
     Raises:  ConfigError: a variable or the file is wrong; says which, and what is allowed.
@@ -492,19 +493,19 @@ def default_node_config() -> NodeConfig:
     config = node_config(settings)
     if not config.has_workers:
         raise ConfigError(
-            f"worker_count ({settings['worker_count'].source}) is 0, and a trainer's own node has "
-            "no others that could make its slabs: leave worker_count out, or start `dataplane "
-            "serve` and pass service=",
+            f"worker_count ({settings['worker_count'].source}) is 0, but a trainer's own node has "
+            "no other nodes to make its slabs: leave worker_count out, or start `dataplane serve` "
+            "and pass service=",
             field="worker_count",
         )
     if settings["log_level"].source == "default":
-        # An embedded node writes to the trainer's own stderr.
+        # An embedded node logs to the trainer's stderr.
         config = structs.replace(config, log_level="warning")
     return config
 
 
 def stall_timeout_s() -> float:
-    """How long a trainer waits, from the environment and the configuration file.
+    """Return how long a trainer waits, from the environment and the configuration file.
 
     Raises:  ConfigError: a variable or the file is wrong; says which, and what is allowed.
     """
@@ -512,7 +513,7 @@ def stall_timeout_s() -> float:
 
 
 def cache_dir() -> str:
-    """Where caches of this user are, from the environment and the configuration file.
+    """Return the folder for this user's caches, from the environment and the configuration file.
 
     Raises:  ConfigError: a variable or the file is wrong; says which, and what is allowed.
     """
@@ -520,8 +521,8 @@ def cache_dir() -> str:
 
 
 def named_service() -> str:
-    """The service that trainers use, from the environment and the configuration file; "" if neither
-    names one.
+    """Return the service that trainers use, from the environment and the configuration file; "" if
+    neither names one.
 
     Raises:  ConfigError: a variable or the file is wrong; says which, and what is allowed.
     """

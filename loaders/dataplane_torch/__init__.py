@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from dataplane.base import collector
 
-# Objects that imports create stay alive. If it were not paused, the garbage collector would
-# traverse all objects that torch creates here, which takes as long as the imports.
+# The garbage collector is off during these imports: it would visit all objects that torch creates,
+# which live forever, and that takes as long as the imports themselves.
 with collector.resting():
     from dataplane_torch.loader import DataLoader
 
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     __all__ += _errors.__all__
     __all__ += _registry.__all__
 
-# A loader starts its node before it imports the rest: what else there is, is imported when it is
-# first used. Names that are not in here are errors, or image steps.
+# Imported on first use, so that a loader can start its node before it imports the rest. All other
+# names are image steps, or errors.
 _MODULES = {
     "BatchColumn": "dataplane_torch.schema",
     "Mixture": "dataplane.transforms.mixture_options",

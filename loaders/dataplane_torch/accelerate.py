@@ -1,4 +1,4 @@
-"""Loaders for Accelerate, which rebuilds every loader as a torch DataLoader."""
+"""Use loaders with Accelerate, which otherwise rebuilds every loader as a torch DataLoader."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _OF_TORCH = (
 
 
 def prepare(accelerator: Accelerator, loader: torch.utils.data.DataLoader[Any]) -> Any:
-    """Like accelerator.prepare(loader), but with dataplane's loader inside instead of torch's.
+    """Like accelerator.prepare(loader), but keeps dataplane's loader instead of torch's.
 
         model, optimizer = accelerator.prepare(model, optimizer)
         loader = prepare(accelerator, DataLoader(dataset, batch_size=32, shuffle=True))
 
-    Over a Dataset, the Accelerator's settings split the batches among the processes. Over urls the
-    loader already reads only the rows of its rank, and nothing is split again. Batches are on the
-    accelerator's device. One batch is read ahead, so that Accelerate sees the end of an epoch in
-    time to step the optimizer. accelerator.save_state() saves the loader's position, and
+    Over a Dataset, the Accelerator's settings divide the batches among the processes. Over urls,
+    the loader already reads only the rows of its rank, and nothing is divided again. Batches are on
+    the accelerator's device. One batch is read ahead, so that Accelerate sees the end of an epoch
+    in time to step the optimizer. accelerator.save_state() saves the loader's position, and
     load_state() continues there without reading anything twice and restores the epoch (`for epoch
     in range(loader.iteration, 3)`). A torch loader, already prepared or not, is replaced by one of
     dataplane's: prepare(self.accelerator, super().get_train_dataloader()).
@@ -45,7 +45,7 @@ def prepare(accelerator: Accelerator, loader: torch.utils.data.DataLoader[Any]) 
             "_non_blocking": accelerator.non_blocking,
         }
         return _registered(accelerator, _Prepared(loader.dataset, **shell), loader)
-    # type() and not isinstance: Accelerate's loaders report the class of the loader they wrap.
+    # type() instead of isinstance: Accelerate's loaders report the class of the loader they wrap.
     found: Any = loader
     if not issubclass(type(loader), DataLoaderShard):
         found = _shared_out(accelerator, loader)
@@ -67,7 +67,7 @@ def prepare(accelerator: Accelerator, loader: torch.utils.data.DataLoader[Any]) 
 
 
 class _Prepared(DataLoaderShard):  # type: ignore[misc]
-    """Accelerate's loader over one of dataplane's; it saves that loader's state."""
+    """Accelerate's loader over one of dataplane's. It saves that loader's state."""
 
     _is_accelerate_prepared = True
     iteration: int
@@ -75,7 +75,7 @@ class _Prepared(DataLoaderShard):  # type: ignore[misc]
     def adopt(self, loader: DataLoader[Any]) -> None:
         """Read from this loader."""
         self.base_dataloader, self.use_stateful_dataloader = loader, True
-        # Over a Dataset, state_dict() would start the workers; an empty state means the start.
+        # An empty state is the start. Asking a loader over a Dataset would start its workers.
         state = loader.state_dict() if isinstance(loader.dataset, Shards) else {}
         self.dl_state_dict = {**state, EPOCH_KEY: self.iteration}
 
@@ -87,13 +87,13 @@ class _Prepared(DataLoaderShard):  # type: ignore[misc]
         self.base_dataloader.load_state_dict(state)
 
     def _update_state_dict(self) -> None:
-        """Overrides Accelerate's, which calls this before it reads a batch ahead."""
+        """Replace Accelerate's method, which Accelerate calls before it reads a batch ahead."""
         epoch = self.iteration + bool(self.end_of_dataloader)
         self.dl_state_dict = {**self.base_dataloader.state_dict(), EPOCH_KEY: epoch}
 
 
 def _shared_out(accelerator: Accelerator, loader: torch.utils.data.DataLoader[Any]) -> Any:
-    """Like accelerator.prepare_data_loader(), which would also register the loader it makes."""
+    """Like accelerator.prepare_data_loader(), but without registering the loader that it makes."""
     return prepare_data_loader(
         loader,
         accelerator.device,
@@ -112,7 +112,7 @@ def _shared_out(accelerator: Accelerator, loader: torch.utils.data.DataLoader[An
 
 
 def _as_ours(loader: torch.utils.data.DataLoader[Any], ours: Mapping[str, Any]) -> DataLoader[Any]:
-    """A dataplane loader equal to torch's `loader`; `ours` are arguments that torch's lacks."""
+    """Return a dataplane loader equal to torch's. `ours` are arguments that torch's lacks."""
     given: dict[str, Any] = {name: getattr(loader, name) for name in _OF_TORCH}
     if loader.batch_sampler is not None and loader.batch_size is None:
         given["batch_sampler"] = loader.batch_sampler

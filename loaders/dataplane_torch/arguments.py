@@ -1,6 +1,6 @@
-"""Checks a user's arguments before anything is opened, and turns them into a job to open.
+"""Check a user's arguments before anything is opened, and turn them into a job to open.
 
-A loader's first argument may name shards or be a dataset; both may be lists of strings.
+A loader's first argument may name shards or be a dataset, and either may be a list of strings.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _CHECKED_MAX = 256
 _WILDCARD = re.compile(r"[*?\[{]")
 _ONE_SLASH = re.compile(r"(s3[an]?|gs|gcs|az|azure|https?|hf|file|pipe):", re.IGNORECASE)
 
-# Arguments that only torch's DataLoader takes: the default, which is accepted, and what to do.
+# Arguments that only torch's DataLoader has: the default, which is accepted, and advice.
 _TORCH_ONLY: Final[Mapping[str, tuple[object, str]]] = {
     "sampler": (None, "the order comes from shuffle, seed, lanes and window"),
     "batch_sampler": (None, "batches come from batch_size or global_batch_size"),
@@ -78,9 +78,9 @@ _TORCH_ONLY: Final[Mapping[str, tuple[object, str]]] = {
 class JobToOpen(Struct, frozen=True):
     """A job to open, and its endpoint. DataLoader workers receive it by fork or by pickle.
 
-    `request.member_id` is empty: every process that joins has its own. `is_named`: the user has
-    named the job, so that its spec may change between loaders. `parts` is what this rank gets of
-    each batch.
+    `request.member_id` is empty, since every process that joins has its own. `is_named` is true if
+    the user has named the job, so that its spec may change between loaders. `parts` is the part of
+    each batch that this rank gets.
     """
 
     endpoint: Endpoint
@@ -90,17 +90,17 @@ class JobToOpen(Struct, frozen=True):
     parts: RankParts
 
     def begin(self) -> BegunNode | None:
-        """Start the node of this process ahead of its use, if it has none yet."""
+        """Start the node of this process before its first use, if it has none yet."""
         mixture = self.request.mixture
         source = self.request.source if mixture is None else mixture.sources[0].source
         return self.endpoint.begin(source)
 
     def check_files(self) -> None:
-        """Check that local paths exist, so that a misspelt one is an error when the loader is made.
-        Of a glob, the folder before its first wildcard is checked. A service's node opens them
-        elsewhere, and stores are asked by the node.
+        """Check that local paths exist, so that a misspelt path is an error when the loader is
+        made. For a glob, the folder before its first wildcard is checked. Paths of a service are
+        not checked, since its node opens them; urls of stores are checked by the node.
 
-        Raises:  ShardNotFound: one does not exist.
+        Raises:  ShardNotFound: a path does not exist.
         """
         if not isinstance(self.endpoint, Embedded):
             return
@@ -114,7 +114,7 @@ class JobToOpen(Struct, frozen=True):
                     raise ShardNotFound(f"{name}{problem}", shard=url)
 
     def check_ranks(self, opened: JobOpened) -> None:
-        """Compare what was opened with what other ranks have opened.
+        """Compare the opened job with those that other ranks have opened.
 
         Raises:  SpecMismatch: it differs.  PeerLost: the process group's store does not answer.
         """
@@ -124,9 +124,9 @@ class JobToOpen(Struct, frozen=True):
             check_layout(self.request.job_id, self.request.topology, digest)
 
     def check_weights(self, found: WeightsChanged, epoch: int, cursor: int, number: int) -> None:
-        """Compare weights that were set, the how-manieth time, with what other ranks have set.
+        """Compare new weights with those that other ranks have set. `number` counts such changes.
 
-        Raises:  SpecMismatch: it differs.  PeerLost: the process group's store does not answer.
+        Raises:  SpecMismatch: they differ.  PeerLost: the process group's store does not answer.
         """
         if not self.is_named:
             weights = f"{epoch}:{cursor}:{found.mix.digest}"
@@ -134,7 +134,7 @@ class JobToOpen(Struct, frozen=True):
 
 
 def job_of(given: Arguments) -> JobToOpen:
-    """The job for these arguments.
+    """Return the job for these arguments.
 
     Raises:  ConfigError, TypeError: arguments are invalid or cannot be combined.  PeerLost:
              torch.distributed is initialized, and its store does not answer.
@@ -236,18 +236,18 @@ def refuse_torch_arguments(given: Mapping[str, Any]) -> None:
 
 
 def passed_to_torch(given: Mapping[str, Any]) -> list[str]:
-    """The arguments that apply only to a torch Dataset and do not have their defaults."""
+    """Return the arguments that apply only to a torch Dataset and do not have their defaults."""
     return [name for name, value in given.items() if not _is(value, _TORCH_ONLY[name][0])]
 
 
 def passed_options(given: Arguments) -> list[str]:
-    """The arguments that apply only to urls and do not have their defaults."""
+    """Return the arguments that apply only to urls and do not have their defaults."""
     options: Mapping[str, object] = {**given.options}
     return [name for name, value in options.items() if not _is(value, DEFAULTS[name])]
 
 
 def _is(given: object, default: object) -> bool:
-    """Whether an argument has its default. An array compares by element, and is none."""
+    """Return whether an argument has its default. Arrays, which compare by element, never have."""
     return given is default or (default is not None and given == default)
 
 
@@ -259,7 +259,7 @@ def refuse_arguments(given: Arguments) -> None:
     options: Mapping[str, object] = {**given.options}
     for name in passed_options(given):
         raise ConfigError(
-            f"{name}={options[name]!r:.80} applies to datasets that are named by urls, and this is "
+            f"{name}={options[name]!r:.80} applies to datasets that are named by urls, but this is "
             f"a {type(given.urls).__name__}: its Dataset, sampler and collate_fn decide that",
             field=name,
         )
@@ -271,8 +271,8 @@ def _mixture(
     options: UrlOptions,
     pack: PackSpec | None,
 ) -> MixtureAsked:
-    """The mixture; each source has the loader's options of rows, unless it has its own, and the
-    loader's packs. Batches are made of samples of all of them.
+    """Return the mixture. Each source has the loader's options about rows, unless it has its own,
+    and the loader's packs.
     """
     views, options = {}, cast("UrlOptions", {**options, "collate": None})
     for name, source in mixture.sources.items():
@@ -285,7 +285,7 @@ def _mixture(
 
 
 def _urls_of(mixture: Mixture) -> dict[str, tuple[str, ...]]:
-    """The urls of each source."""
+    """Return the urls of each source."""
     urls = {}
     for name, source in mixture.sources.items():
         try:
@@ -319,15 +319,16 @@ def _urls(given: object) -> tuple[str, ...]:
             _ = os.fspath(url).encode()
         except UnicodeEncodeError as error:
             raise ConfigError(
-                f"{url!r:.200} is not UTF-8, as names of shards are: rename the file", field="urls"
+                f"{url!r:.200} is not valid UTF-8, but names of shards must be: rename the file",
+                field="urls",
             ) from error
         urls.append(_absolute(str(os.fspath(url))))
     return tuple(urls)
 
 
 def _absolute(url: str) -> str:
-    """Make a path absolute, since the node opens it from another working directory. Of an url with
-    a slash too few, the node says what was meant.
+    """Make a path absolute, since the node opens it from another working directory. A url that
+    lacks a slash is left to the node, whose error says what was meant.
     """
     is_url = "://" in url or (_ONE_SLASH.match(url) and not os.path.lexists(url))
     if is_url or url.startswith("/"):
@@ -337,7 +338,7 @@ def _absolute(url: str) -> str:
 
 
 def _missing(url: str) -> str:
-    """Describe the problem of a local path that does not exist; "" for all others."""
+    """Describe the problem of a local path that does not exist; "" for everything else."""
     path = url.removeprefix("file://")
     if not path.startswith("/") or os.path.lexists(path) or (path != url and "%" in path):
         return ""
@@ -350,13 +351,13 @@ def _missing(url: str) -> str:
     near = ""
     while folder and not os.path.isdir(folder):  # noqa: PTH112 - may be a surrogate
         folder, _, name = folder.rpartition("/")
-    with contextlib.suppress(OSError):  # a folder that may not be listed
+    with contextlib.suppress(OSError):  # the folder may not be readable
         near = meant(name, os.listdir(folder or "/"))  # noqa: PTH208
     return f"there is no file or folder {path}; {folder or '/'} is there{near}"
 
 
 class _Looks(enum.Enum):
-    """The looks of a string: it names shards, may be a path to shards, or is a text sample."""
+    """The looks of a string: the name of a shard, perhaps a path to shards, or a text sample."""
 
     SHARDS = enum.auto()
     PATH = enum.auto()
@@ -364,9 +365,8 @@ class _Looks(enum.Enum):
 
 
 def listed(dataset: Any) -> Any:
-    """A collection or an iterator of paths as a list, so that it names shards as one would: arrays
-    and tuples of configurations, `Path.glob()`, keys of a dict. A set is sorted. Anything else is
-    returned as it is.
+    """Convert a collection or an iterator of paths to a list: arrays and tuples of configurations,
+    `Path.glob()`, keys of a dict. A set is sorted. Anything else is returned unchanged.
     """
     if not _may_hold_paths(dataset):
         return dataset
@@ -378,8 +378,8 @@ def listed(dataset: Any) -> Any:
 
 
 def _may_hold_paths(dataset: Any) -> bool:
-    """Whether this is a collection or an iterator, but no list, tuple or mapping, no text, and no
-    array of numbers.
+    """Return whether this is a collection or an iterator, but not a list, tuple or mapping, not a
+    text, and not an array of numbers.
     """
     if isinstance(dataset, list | tuple | str | bytes | bytearray):
         return False
@@ -391,9 +391,9 @@ def _may_hold_paths(dataset: Any) -> bool:
 
 
 def names_shards(dataset: object, *, for_urls: bool, for_torch: bool) -> bool:
-    """Whether this is one url, a list of urls, or a mixture. `for_urls` and `for_torch` say that
-    the user passed arguments that apply only to urls, or only to torch Datasets, which decides what
-    a list of strings is. Without either, all strings must look like shards: by suffix, scheme,
+    """Return whether this is one url, a list of urls, or a mixture. `for_urls` and `for_torch` say
+    that the user passed arguments that apply only to urls, or only to torch Datasets, which decides
+    what a list of strings is. Without either, all strings must look like shards: by suffix, scheme,
     glob or folder.
 
     Raises:  ConfigError: the list is empty, or its strings might be urls or samples.

@@ -33,19 +33,19 @@ from dataplane_torch.schema import Schema, schema_of
 from dataplane_torch.tensors import Batch, Decoder
 from dataplane_torch.torch_private import workers
 
-# Workers of older passes than these no longer start.
+# Workers of passes older than this no longer start.
 _PASSES_KEPT = 64
 _LOCK_S_MAX, _LOCK_PAUSE_S = 60.0, 0.0005
 
 
 class ShardedIterableDataset(IterableDataset[Batch]):
     """Batches of the shards at `urls`, for `torch.utils.data.DataLoader(dataset, batch_size=None,
-    num_workers=n)`. Of n workers, worker w makes the steps w, w + n, …; since torch asks workers in
-    turn, batches come in exactly the order of dataplane_torch.DataLoader, whose arguments this
-    class shares.
+    num_workers=n)`. Of n workers, worker w makes the steps w, w + n, …. Since torch takes batches
+    from workers in turn, they come in exactly the order of dataplane_torch.DataLoader, whose
+    arguments this class has.
 
-    Every pass is the next epoch, however workers are started, and however far the pass before it
-    came; `set_epoch` chooses another.
+    Every pass is the next epoch, however workers are started and however far the previous pass
+    came; `set_epoch` chooses another epoch.
 
     Source:  torch.utils.data.dataloader._MultiProcessingDataLoaderIter, for the workers' turns.
     """
@@ -68,7 +68,7 @@ class ShardedIterableDataset(IterableDataset[Batch]):
         self._job.check_files()
         self._dataset_moved = filled["dataset_moved"]
         self._passes = _Passes()
-        # The weights of a loaded state, which workers inherit, and which they need.
+        # The weights of a loaded state, which workers need and inherit.
         self._mix: MixHistory | None = None
         self._mix_mark = _shared_zeros(1)
         self._session: Session | None = None
@@ -100,32 +100,32 @@ class ShardedIterableDataset(IterableDataset[Batch]):
         return self._pass(session, decoder, place, first_step, count)
 
     def __len__(self) -> int:
-        """Steps of the whole epoch of the present pass, or else of the next one, over all
-        DataLoader workers.
+        """The steps of the whole epoch of the running pass, or of the next pass if none is running,
+        over all DataLoader workers.
         """
         return epoch_steps(self._session_of_process(), self._passes.present()[0]).count
 
     @property
     def schema(self) -> Schema:
-        """The columns of batches: see DataLoader.schema."""
+        """Return the columns of batches: see DataLoader.schema."""
         job, columns = self._job, describe_columns(self._session_of_process())
         is_collated = bool(job.request.spec.view.collate)
         return schema_of(columns, job.parts, is_collated=is_collated)
 
     def categories(self, column: str) -> tuple[Any, ...]:
-        """The values of a column's codes: see DataLoader.categories."""
+        """Return the values of a column's codes: see DataLoader.categories."""
         return read_categories(self._session_of_process(), column)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next pass; if a state was loaded for it, the position is kept.
-        Call it in the main process; workers, even persistent ones, see it when the next pass
-        begins.
+        """Choose the epoch of the next pass. If a state of that epoch was loaded, its position is
+        kept. Call this in the main process; workers, even persistent ones, see it when the next
+        pass begins.
         """
         self._passes.choose(epoch_of(epoch))
         self._reader = None
 
     def state_dict(self, batches: int | None = None) -> dict[str, Any]:
-        """The position of the running pass.
+        """Return the position of the running pass.
 
         With DataLoader workers, the main process cannot see the position: pass the number of
         `batches` that this pass has yielded. Inside a worker, this is the worker's own state.
@@ -196,7 +196,7 @@ class ShardedIterableDataset(IterableDataset[Batch]):
         try:
             while (batch := reader.next()) is not None:
                 yield batch
-                del batch  # or it would be kept alive while the next one is made
+                del batch  # otherwise it would be kept alive while the next one is made
         finally:
             reader.close()
         self._passes.finish(number)
@@ -210,7 +210,7 @@ class ShardedIterableDataset(IterableDataset[Batch]):
                 job.endpoint,
                 job.request,
                 stall_timeout_s=job.stall_timeout_s,
-                warns=_place()[0] == 0,  # and not every DataLoader worker
+                warns=_place()[0] == 0,  # only the first of the DataLoader workers
             )
             self._session.mix = self._mix
             weakref.finalize(self, self._session.close).atexit = False
@@ -225,7 +225,7 @@ class _Passes:
     Invariants:
     1. A pass takes the next epoch when its first batch is requested, and keeps it. No other pass
        gets that epoch, unless it is chosen.
-    2. All DataLoader workers of a pass get the same epoch, also those that start when others have
+    2. All DataLoader workers of a pass get the same epoch, even those that start when others have
        finished, or when the next pass has begun.
     """
 
@@ -233,14 +233,14 @@ class _Passes:
         self._lock = f"\0dataplane-passes-{uuid.uuid4().hex}"
         # The next epoch and its cursor; how many passes have begun.
         self._next, self._count = _shared_zeros(2), _shared_zeros(1)
-        # The last passes: what tells them apart, epoch, cursor, and how many workers read on.
+        # The last passes: their key, epoch, cursor, and how many workers are still reading.
         self._rows = _shared_zeros(_PASSES_KEPT, 6)
-        # In this process: how many passes it has begun, and how many there were at the last choice.
+        # In this process: how many passes it has begun, and how many at the last choice.
         self._begun = self._chosen = 0
 
     def choose(self, epoch: int, cursor: int | None = None) -> None:
-        """Have the next pass read this epoch from this cursor on; without one, from the cursor that
-        was chosen for it, if any.
+        """Make the next pass read this epoch from this cursor on; without a cursor, from the one
+        that was chosen for this epoch before, if any.
         """
         if cursor is None:
             cursor = int(self._next[1]) if epoch == int(self._next[0]) else 0
@@ -249,14 +249,15 @@ class _Passes:
             self._chosen = int(self._count)
 
     def begin(self, place: tuple[int, int] | None) -> tuple[int, int, int]:
-        """A pass of this process begins, at this place or in the next epoch. Returns its number,
+        """Begin a pass of this process, at this place or in the next epoch. Return its number,
         epoch and cursor.
         """
         worker, count = _place()
         info = get_worker_info()
         self._begun += 1
-        # Torch draws a seed for each pass, but may draw it twice. It starts the workers of a pass
-        # one after the other, and those that persist begin all passes in turn.
+        # Workers of one pass have the same seed. But torch may draw one seed for two passes, so
+        # also compare how many passes this process has begun: torch starts the workers of a pass
+        # one after the other, and persistent workers begin all passes in turn.
         seed = -1 if info is None else info.seed - worker
         started = re.search(r"\d+$", multiprocessing.current_process().name)
         first = int(started[0]) - worker if started else 0
@@ -281,8 +282,8 @@ class _Passes:
                 self._rows[number % _PASSES_KEPT, 5] -= 1
 
     def present(self, *, is_over: bool = True) -> tuple[int, int]:
-        """Epoch and cursor at which the last pass began, if it has steps left; or else, if it
-        `is_over` then, those of the next pass.
+        """Return epoch and cursor at which the last pass began, if it has steps left; otherwise, if
+        `is_over` says that it then is over, those of the next pass.
         """
         number = int(self._count) - 1
         if number >= self._chosen:
@@ -297,8 +298,8 @@ class _Passes:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Exclude other processes and threads. The lock is a socket's name: it needs no descriptor
-        that workers would have to inherit, and the kernel frees it when its process ends.
+        """Exclude other processes and threads. The lock is the name of a socket: no descriptor has
+        to be inherited by workers, and the kernel releases it when its process ends.
         """
         deadline = time.monotonic() + _LOCK_S_MAX
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as lock:
@@ -314,7 +315,7 @@ class _Passes:
 
 
 def _shared_zeros(*shape: int) -> torch.Tensor:
-    """int64[shape] in the memory of all processes of one loader, whatever the default device is."""
+    """Return int64[shape] in memory that all processes of a loader share, on the CPU."""
     zeros = torch.zeros(shape, dtype=torch.int64, device="cpu")
     return zeros.share_memory_()  # type: ignore[no-untyped-call, no-any-return]
 

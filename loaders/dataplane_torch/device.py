@@ -1,4 +1,4 @@
-"""The device on which batches are yielded (`device=`), and its copy stream."""
+"""The device on which batches are yielded (`device=`), and its stream for copies."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Target(Protocol):
     """The destination of a loader's batches."""
 
     def copy_stream(self) -> CopyStream:
-        """The copy stream for a pass that begins now."""
+        """Return the copy stream for a pass that begins now."""
         ...
 
     def pinning(self, *, reads_all: bool) -> Pinning:
-        """Pinning of the memory that copy streams read; `reads_all` if no user reads any of it."""
+        """Return how memory is pinned for copies; `reads_all` if users never read that memory."""
         ...
 
 
@@ -57,7 +57,7 @@ class CudaCopyStream:
     @contextlib.contextmanager
     def copying(self) -> Iterator[Copy]:
         """Implement CopyStream.copying."""
-        # A batch may be copied ahead in inference mode, but used after inference mode has ended.
+        # A batch may be copied ahead in inference mode, but be used after inference mode has ended.
         with torch.inference_mode(mode=False), torch.cuda.stream(self._stream):
             yield functools.partial(moved, device=self.device)
 
@@ -77,7 +77,7 @@ class CudaCopyStream:
 
 
 def find_target(given: Given) -> Target | None:
-    """The device that `device` names; None if batches stay in host memory.
+    """Return the device that `device` names; None if batches stay in host memory.
 
     Raises:  ConfigError: it does not name a device, or the device does not exist.
     """
@@ -131,7 +131,7 @@ def _stream_of(index: int) -> torch.cuda.Stream:
 def _wait_for_copies() -> None:
     event: Any = torch.cuda.Event
     for stream in list(_streams.values()):
-        # With a blocking event this thread sleeps; otherwise it would spin on a CPU.
+        # With a blocking event, this thread sleeps; otherwise it would use a CPU while waiting.
         end = event(blocking=True)
         end.record(stream)
         end.synchronize()

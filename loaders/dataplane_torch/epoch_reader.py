@@ -1,4 +1,4 @@
-"""Turns a stream of slabs into single batches, with the position after each."""
+"""Convert a stream of slabs to single batches, with the position after each."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class EpochReader:
 
     `valid_count` is the number of rows of the last batch that are not padding. With a copy stream,
     batches are on its device, and the next batch is copied ahead if it has already arrived. The
-    reader never waits for it, since a slab taken too early could hold memory that the due slab
-    needs. If batches have no columns, as on a middle stage of a pipeline, the node makes no slabs
-    for this reader, and batches are {}.
+    reader never waits for it, since a slab that is taken too early could hold memory that the slab
+    that is due needs. If batches have no columns, as on a middle stage of a pipeline, the node
+    makes no slabs for this reader, and batches are {}.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class EpochReader:
         self._decoder = decoder
         self._session, self._steps = session, epoch_steps(session, epoch, cursor)
         self._steps.check_ranks(epoch)
-        # The step with which other weights of a mixture begin, and these weights.
+        # The step at which other weights of a mixture begin, and these weights.
         self._change: tuple[int, MixHistory] | None = None
-        # Weights that people ask for while the job runs, as the session knew them when looked up.
+        # The weights that people requested while the job runs, as the session last reported them.
         self._known: tuple[MixAt, ...] = ()
         self._asked: list[MixAt] = []
-        # A worker that waits for its turn must not keep a slab that another one needs.
+        # A worker that waits for its turn must not keep a slab that another worker needs.
         self._place = session.request.topology
         self._stream = (
             None
@@ -69,7 +69,7 @@ class EpochReader:
 
     @property
     def cursor(self) -> int:
-        """How many samples all ranks together have consumed after the last batch returned here."""
+        """How many samples all ranks together have consumed after the last returned batch."""
         return self._steps.after(max(0, self.step - self.stride + 1))
 
     @property
@@ -78,7 +78,7 @@ class EpochReader:
         return self.step >= self._steps.count
 
     def next(self) -> Batch | None:
-        """The next batch; None at the end of the epoch.
+        """Return the next batch; None at the end of the epoch.
 
         Raises:  ConfigError: in a forked child.  DataplaneError: the error that the node reports.
         """
@@ -99,7 +99,7 @@ class EpochReader:
         return batch
 
     def _fetched(self, stream: SlabStream) -> bool:
-        """Have the batch of the present step at hand; False at the end of the epoch."""
+        """Get the batch of the present step ready; return False at the end of the epoch."""
         while True:
             self._follow()
             if self._change is not None and self.step >= self._change[0]:
@@ -109,11 +109,11 @@ class EpochReader:
                 self._change = None
                 if self.is_complete:
                     return False
-            # After an interrupt, the batches in hand may be of another step: request this one
-            # again.
+            # After an interrupt, the batches that are ready may be of another step: request the
+            # right one again.
             if self._ready and self._ready[-1][0].step == self.step:
                 return True
-            # Release the slab in hand first: the next one may need its memory.
+            # Release the present slab first, since the next one may need its memory.
             self._ready = []
             known = self._session.mixes_asked
             with in_profile("dataplane.wait"):
@@ -123,8 +123,8 @@ class EpochReader:
                 return False
 
     def _follow(self) -> None:
-        """Read with the weights that people have asked for from the present step on. Behind the
-        last step, they are those of the next epoch.
+        """Apply the weights that people requested from the present step on. After the last step,
+        these are requests for the next epoch.
         """
         session = self._session
         if session.mixes_asked is not self._known:
@@ -141,9 +141,9 @@ class EpochReader:
                 self.change(found.position if found.epoch == self.epoch else None)
 
     def change(self, position: int | None) -> None:
-        """The session has other weights of a mixture: from this position of the epoch on, None if
-        they are in force only in the next one. Steps before that position stay as they are read
-        ahead.
+        """Apply other weights of a mixture, which the session has: from this position of the epoch
+        on, or with None only in the next epoch. Steps before that position were read ahead and
+        stay.
         """
         mix, before = self._session.mix, self._steps
         self._steps = epoch_steps(self._session, self.epoch, self.start_cursor)
@@ -151,7 +151,7 @@ class EpochReader:
         if is_known or mix is None or position is None:
             self._change = None
             return
-        # The last step of the weights before may go on beyond its global batch.
+        # The last step with the previous weights may extend beyond its global batch.
         live, last = before.gaps.live, before.count - 1
         step = (live(position) - live(self.start_cursor)) // before.global_batch
         self._change = (min(step, last), mix)
@@ -183,8 +183,8 @@ class EpochReader:
                 sending.begin()
 
     def _unpacked(self, slab: list[Batches]) -> list[_Made]:
-        """The batches of a slab, last first. A DataLoader worker copies all of them at once, so
-        that it holds no slab while it waits for its turn.
+        """Return the batches of a slab, last first. A DataLoader worker copies all of them at once,
+        so that it holds no slab while it waits for its turn.
         """
         made: list[_Made] = []
         for batches in slab:

@@ -16,12 +16,12 @@ from dataplane.transforms.pixels_advice import how_to_agree
 from dataplane_torch.torch_private.process_group import default_store
 
 _inheritors: set[int] = set()
-"""Processes that inherited their parent's group and must not use its connections."""
+"""Groups that were inherited by fork, whose connections belong to the parent."""
 
 
 def launch_token() -> str:
-    """A random name that all ranks of the default process group share and no other launch has. It
-    is "" on every rank if there is no group, or its store cannot compare and set.
+    """Return a random name that all ranks of the default process group share, and no other launch
+    has; "" on every rank if there is no group, or if its store cannot compare and set.
 
     Raises:  PeerLost: the store does not answer, so the group is lost too.
     """
@@ -47,10 +47,11 @@ def check_pixels(pixels: str) -> None:
 
 
 def check_layout(job_id: str, place: Topology, digest: str) -> None:
-    """Check that all ranks of the group have one layout and one spec for a job that no name given
-    by the user identifies. Nodes that ranks start on several hosts share no coordinator that would.
+    """Check that all ranks of the group have the same layout and spec for a job that the user has
+    not named. Nodes that ranks start on several hosts share no coordinator that would check it.
 
-    Raises:  SpecMismatch: another rank said something else.  PeerLost: the store does not answer.
+    Raises:  SpecMismatch: another rank has declared something else.  PeerLost: the store does not
+    answer.
     """
     if place.world_size < 2 or not _is_initialized():
         return
@@ -86,9 +87,10 @@ def check_layout(job_id: str, place: Topology, digest: str) -> None:
 
 def check_weights(job_id: str, place: Topology, number: int, told: str) -> None:
     """Check that all ranks of the group have set the same weights of a mixture, at the same place
-    of the job, as this rank with its call of this number.
+    of the job, in their `number`-th call.
 
-    Raises:  SpecMismatch: another rank said something else.  PeerLost: the store does not answer.
+    Raises:  SpecMismatch: another rank has declared something else.  PeerLost: the store does not
+    answer.
     """
     if place.world_size < 2 or not _is_initialized():
         return
@@ -114,7 +116,7 @@ def check_weights(job_id: str, place: Topology, number: int, told: str) -> None:
 
 
 def _first_said(key: str, value: str) -> str:
-    """The value of the first rank that called this with the key; "" without a usable store."""
+    """Return the value of the first rank that used this key; "" without a usable store."""
     if not _is_initialized() or os.getpid() in _inheritors:
         return ""
     try:
@@ -125,8 +127,8 @@ def _first_said(key: str, value: str) -> str:
             f"the store of the default process group does not answer: {error}", peer="process group"
         ) from error
     except (AttributeError, TypeError, ValueError, RuntimeError):
-        # A torch without this function, a group without a store (MPI), or a store that cannot
-        # compare and set.
+        # The torch lacks this function, the group has no store (MPI), or its store cannot compare
+        # and set.
         return ""
 
 

@@ -1,7 +1,7 @@
 """DataLoader: torch's interface over any torch Dataset, and over the urls of shards.
 
-Modules for only one of the two are imported when it is opened. Modules for a job are imported once
-its node has been started, since a node takes longer to start than these imports.
+Modules for only one of the two are imported when a loader is opened. Modules for a job are imported
+after its node was started, since a node takes longer to start than these imports.
 """
 
 from __future__ import annotations
@@ -159,14 +159,14 @@ class DataLoader(LoaderBase[_T_co]):
         self.snapshot_every_n_steps = snapshot_every_n_steps
 
     def __iter__(self) -> Any:
-        """One pass: an iterator of batches."""
+        """Begin one pass: an iterator of batches."""
         if self._shards is not None:
             with brief:
                 return self._shards.begin()
         if self._begun is not None:
             begun, self._begun = self._begun, None
         elif (kept := cast("WorkerPass | None", self._kept_pass)) is not None and kept.is_ours:
-            begun = kept  # workers that persist
+            begun = kept  # with persistent workers
             begun.begin_again(self)
         else:
             begun = self._new_pass()
@@ -174,7 +174,7 @@ class DataLoader(LoaderBase[_T_co]):
         return begun
 
     def __len__(self) -> int:
-        """Steps of a whole epoch, even if a resumed pass has fewer left.
+        """The steps of a whole epoch, even if a resumed pass has fewer left.
 
         Raises:  TypeError: the dataset is iterable and has no length.
         """
@@ -185,18 +185,20 @@ class DataLoader(LoaderBase[_T_co]):
 
     @property
     def valid_count(self) -> int | None:
-        """Rows of the last batch that are not padding; None before the first. Only over urls."""
+        """Rows of the last batch that are not padding; None before the first and over a Dataset."""
         return None if self._shards is None else self._shards.valid_count
 
     @property
     def epoch(self) -> int | None:
-        """The epoch of the running pass, or else of the next one; None over a Dataset."""
+        """The epoch of the running pass, or of the next one if none is running; None over a
+        Dataset.
+        """
         return None if self._shards is None else self._shards.epoch
 
     @property
     def schema(self) -> Schema:
-        """The columns of batches: stored type, unit, time zone, dtype and shape. Opens the dataset,
-        but reads no batch.
+        """Return the columns of batches: stored type, unit, time zone, dtype and shape. Opens the
+        dataset, but reads no batch.
 
         Raises:  ConfigError: over a Dataset, whose samples are known only when they are made.
         """
@@ -210,17 +212,17 @@ class DataLoader(LoaderBase[_T_co]):
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The names of a mixture's sources: those that the numbers in `source_column` mean."""
+        """The names of a mixture's sources, which the numbers in `source_column` index."""
         return () if self._shards is None else self._shards.sources
 
     def set_weights(self, weights: Mapping[str, float]) -> MixStep:
-        """Read other shares of a mixture's sources: {"web": 0.3, "code": 0.7}, in its unit. They
-        take effect with the first round that begins at the present position or later; its first
-        step is returned. Every rank must call it after the same step, with the same weights. States
-        contain them (docs/mixtures.md).
+        """Change the shares of a mixture's sources: {"web": 0.3, "code": 0.7}, in its unit. They
+        take effect with the first round that begins at the present position or later; the first
+        step of that round is returned. Every rank must call this after the same step, with the same
+        weights. States contain the weights (docs/mixtures.md).
 
-        Raises:  ConfigError: no loader over a Mixture, or no weights for its sources.
-        SpecMismatch: another rank of the process group has set others.
+        Raises:  ConfigError: this loader is not over a Mixture, or the weights do not fit its
+        sources.  SpecMismatch: another rank of the process group has set other weights.
         """
         if self._shards is None:
             raise ConfigError("only loaders over a Mixture have weights", field="set_weights")
@@ -228,8 +230,9 @@ class DataLoader(LoaderBase[_T_co]):
             return self._shards.set_weights(weights)
 
     def categories(self, column: str) -> tuple[Any, ...]:
-        """The values of a column's codes: code i means the i-th value. Values are sorted, and the
-        same on every rank and in every run over the dataset. A null is -1, or its fill_null.
+        """Return the values of a column's codes: code i stands for the i-th value. Values are
+        sorted, and the same on every rank and in every run over the dataset. A null has the code
+        -1, or its fill_null.
 
         Raises:  ConfigError: the column is not one of codes=[…], or this loader is over a Dataset.
         """
@@ -265,8 +268,9 @@ class DataLoader(LoaderBase[_T_co]):
         return self._shards.statistics()
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of this run; yielded batches count as consumed. Plain values, which can be
-        saved as JSON unless a user's own states cannot. Over urls it is the same on every rank.
+        """Return the position of this run; yielded batches count as consumed. Plain values, which
+        can be saved as JSON unless a user's own states cannot. Over urls it is the same on every
+        rank.
         """
         if self._shards is not None:
             with brief:
@@ -275,7 +279,7 @@ class DataLoader(LoaderBase[_T_co]):
         if latest is not None:
             self._place = latest.place
         elif self._place is None:
-            # No pass has begun: begin one, which the next iter() returns.
+            # No pass has begun: begin one now, which the next iter() returns.
             self._begun = latest = self._new_pass()
             self._keep(latest)
             self._place = latest.place
@@ -328,7 +332,8 @@ class DataLoader(LoaderBase[_T_co]):
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """Accelerate reads this before it builds a torch loader from this one.
+        """Refuse Accelerate, which reads this attribute before it builds a torch loader from this
+        one.
 
         Raises:  ConfigError: over urls, which torch's loader cannot read.
         """
@@ -348,7 +353,7 @@ class DataLoader(LoaderBase[_T_co]):
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickles the loader without its running pass, and only over a Dataset.
+        """Pickle the loader without its running pass; only over a Dataset.
 
         Raises:  ConfigError: over urls, where the job belongs to this process.
         """
@@ -398,7 +403,7 @@ class DataLoader(LoaderBase[_T_co]):
         return _new_pass(self, resume, self._loaded_in, self._target)
 
     def _keep(self, begun: Pass) -> None:
-        """Keep track of a pass, whose position outlives it. The pass itself is kept only if its
+        """Keep the position of a pass, which outlives the pass. The pass itself is kept only if its
         workers persist; otherwise it ends with the loop that uses it.
         """
         self._place = begun.beginning.place
@@ -415,8 +420,8 @@ class DataLoader(LoaderBase[_T_co]):
 
 
 def _open_job(given: Arguments, target: Target | None, *, pin_memory: bool) -> UrlJob:
-    """The job over urls. Its node is started, if this process has none yet, and begins to open the
-    dataset; nobody waits for it before the first use.
+    """Return the job over urls. If this process has no node yet, a node is started and begins to
+    open the dataset; nothing waits for it before the first use.
 
     Raises:  as `job_of`, and `JobToOpen.check_files`.
     """
@@ -447,7 +452,7 @@ def _new_pass(
     loaded_in: dict[str, int],
     target: Target | None,
 ) -> LocalPass | WorkerPass:
-    """A pass over a torch Dataset: in this process, or in workers."""
+    """Begin a pass over a torch Dataset: in this process, or in workers."""
     if loader.num_workers == 0:
         from dataplane_torch.local.local_pass import LocalPass
 
@@ -458,7 +463,7 @@ def _new_pass(
 
 
 def _target_of(device: Given) -> Target | None:
-    """Where the batches go, if not to host memory.
+    """Return the device for batches; None for host memory.
 
     Raises:  ConfigError: there is no such device.
     """

@@ -1,5 +1,5 @@
 """The options of loaders over urls beyond torch's arguments, in groups, and the checks of those
-that decide the order. Those of rows and columns are in dataplane/transforms/options.py.
+that decide the order. Options of rows and columns are in dataplane/transforms/options.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Function = str | Callable[..., Any]
 
 
 class OrderArguments(TypedDict, total=False):
-    """The arguments about the order of samples, and which of them are a batch."""
+    """The arguments about the order of samples, and which samples form a batch."""
 
     seed: int
     lanes: int | None
@@ -51,7 +51,7 @@ class ImageArguments(TypedDict, total=False):
 
 
 class FunctionArguments(TypedDict, total=False):
-    """The arguments that make other samples of rows: functions of the user, and packs."""
+    """The arguments that make samples from rows: functions of the user, and packs."""
 
     map: Function | None
     collate: Function | None
@@ -60,7 +60,7 @@ class FunctionArguments(TypedDict, total=False):
 
 
 class PlaceArguments(TypedDict, total=False):
-    """The arguments about the place of this rank, and what it gets of each batch."""
+    """The arguments about this rank's place, and the part of each batch that it gets."""
 
     topology: Topology | None
     device_mesh: DeviceMesh | None
@@ -116,7 +116,7 @@ class Arguments(Struct, frozen=True):
 
 _SEED_MAX = (1 << 64) - 1
 
-# Options that are texts: what to pass, and how many characters they have.
+# Options that are texts: what to pass, and the least and the most characters.
 _TEXTS: Final[Mapping[str, tuple[str, int, int]]] = {
     "name": ("the name of the job", 1, NAME_LENGTH_MAX),
     "sharing": ("the name of the group that jobs with equal loaders share", 1, 200),
@@ -126,9 +126,9 @@ _TEXTS: Final[Mapping[str, tuple[str, int, int]]] = {
 
 
 class _Brief:
-    """Around what a public method does: our frames are left out of the traceback of its errors, so
-    that these end below the line of the user's that is meant. Most come from a node, and those
-    frames only say so. With DATAPLANE_LOG_LEVEL=debug, and for bugs, tracebacks are whole.
+    """A context for public methods that removes our own frames from the traceback of an error, so
+    that the traceback ends at the user's line that caused it. With DATAPLANE_LOG_LEVEL=debug, and
+    for bugs, tracebacks are complete.
     """
 
     def __enter__(self) -> None:
@@ -201,10 +201,10 @@ def _unexpected(taker: str, name: str, known: Collection[str]) -> str:
 
 
 def order_of(given: Arguments, dp_size: int, *, pads: bool) -> JobSpec:
-    """Convert the arguments about the order to the spec of a job, which has no other options yet.
-    `pads`: samples are padded batches.
+    """Convert the arguments about the order to a job's spec, which has no other options yet. `pads`
+    means that samples are padded batches.
 
-    Raises:  ConfigError: one of them is invalid, or two contradict each other.
+    Raises:  ConfigError: an argument is invalid, or two contradict each other.
     """
     options = given.options
     return JobSpec(
@@ -276,7 +276,7 @@ def _count(name: str, value: object, least: int, most: int = (1 << 31) - 1) -> i
 
 
 def epoch_of(given: object) -> int:
-    """The epoch that `set_epoch` was given.
+    """Check the epoch that `set_epoch` was given.
 
     Raises:  ConfigError: it is not an epoch number.
     """

@@ -1,5 +1,6 @@
-"""Which part of each batch a rank gets: the columns of its pipeline stage, and its part of each
-sequence. The batches of the job, its state and its order do not depend on them.
+"""The part of each batch that a rank gets: the columns of its pipeline stage, and its part of each
+sequence. The trainer selects it, so the job's spec, batches, state and order do not depend on it,
+and all stages share what the node makes.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from dataplane.model.errors import ConfigError
 from dataplane.model.records import ColumnSpec, Kind, Topology
 
 _SIDES: Final = (".is_null", ".length")
-"""Endings of the columns that a loader adds to one: they belong to the same stages as that one."""
+"""Suffixes of columns that a loader adds to another column: they are in the same stages as that."""
 _AXIS: Final = 1
 
 
 class RankParts(Struct, frozen=True):
-    """`columns` are those of this rank's stage; None means all. Of those of `sequences`, the rank
-    gets part `cp_rank` of `cp_size` equal parts of the axis behind the batch's.
+    """The part of one rank. `columns` are those of its stage; None means all. Of the columns in
+    `sequences`, the rank gets part `cp_rank` of `cp_size` equal parts of the second axis.
     """
 
     columns: tuple[str, ...] | None = None
@@ -30,10 +31,10 @@ class RankParts(Struct, frozen=True):
     cp_size: int = 1
 
     def chosen(self, specs: Sequence[ColumnSpec]) -> frozenset[str]:
-        """The names of the columns to deliver.
+        """Return the names of the columns to deliver.
 
-        Raises:  ConfigError: an argument names a column that the job does not have, or one that has
-        no sequence to take a part of.
+        Raises:  ConfigError: an argument names a column that the job does not have, or that has no
+        sequence to divide.
         """
         by_name = {spec.name: spec for spec in specs}
         for argument, names in (
@@ -43,7 +44,7 @@ class RankParts(Struct, frozen=True):
             for name in names:
                 if name not in by_name:
                     raise ConfigError(
-                        f"{argument} names {name!r}, and the columns of the batches are "
+                        f"{argument} names {name!r}, but the columns of the batches are "
                         f"{', '.join(by_name)}{meant(name, by_name)}",
                         field=argument,
                     )
@@ -52,10 +53,10 @@ class RankParts(Struct, frozen=True):
         return frozenset(name for name in by_name if self.has(name))
 
     def cut(self, name: str, whole_tensor: torch.Tensor) -> torch.Tensor:
-        """The part of this rank, as a view.
+        """Return this rank's part of a tensor, as a view.
 
         Shapes:  whole_tensor: [B, T, …].   result: [B, T / cp_size, …].
-        Raises:  ConfigError: T cannot be divided.
+        Raises:  ConfigError: T is not a multiple of cp_size.
         """
         if self.cp_size == 1 or name not in self.sequences:
             return whole_tensor
@@ -65,7 +66,7 @@ class RankParts(Struct, frozen=True):
         return whole_tensor.narrow(_AXIS, self.cp_rank * part, part)
 
     def length(self, name: str, whole_length: int) -> int:
-        """The length of this rank's part of a sequence."""
+        """Return the length of this rank's part of a sequence."""
         return whole_length // self.cp_size if name in self.sequences else whole_length
 
     def has(self, name: str) -> bool:
@@ -100,7 +101,7 @@ def parts_of(
     columns_by_stage: Mapping[int, Sequence[str]] | None,
     sequence_part: Sequence[str] | None,
 ) -> RankParts:
-    """The parts of a rank.
+    """Return the part of a rank.
 
     Raises:  ConfigError: the arguments are invalid, or name stages that do not exist.
     """
@@ -130,9 +131,9 @@ def _of_stage(
         number = whole(stage)
         if number is None or not -stages <= number < stages:
             raise ConfigError(
-                f"columns_by_stage names stage {stage!r:.80}, and the stages are 0 to "
+                f"columns_by_stage names stage {stage!r:.80}, but the stages are 0 to "
                 f"{stages - 1}, or -{stages} to -1 from the last (from {topology.source}). Use 0 "
-                "and -1 for the first and the last stage, whatever their number is",
+                "and -1 for the first and the last stage of any number of stages",
                 field="columns_by_stage",
             )
         of_stage = _names(f"columns_by_stage[{stage}]", names)

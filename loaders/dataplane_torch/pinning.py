@@ -1,4 +1,4 @@
-"""Memory that devices read: registered once, and released when no device can still read it.
+"""Pin the memory that devices read, and release slabs when no device can still read them.
 
 `x.to("cuda", non_blocking=True); del x` is normal code: the tensor is freed while its copy is still
 running. So a slab without references is released only after the devices have finished. A thread
@@ -31,14 +31,14 @@ Release = Callable[[], None]
 
 
 class Device(Protocol):
-    """The CUDA calls that pinning needs."""
+    """The device calls that pinning needs."""
 
     def register(self, address: int, size_bytes: int) -> None:
         """Pin these pages.   Raises:  RuntimeError."""
         ...
 
     def unregister(self, address: int) -> None:
-        """Unpin them.   Raises:  RuntimeError."""
+        """Unpin these pages.   Raises:  RuntimeError."""
         ...
 
     def is_used(self) -> bool:
@@ -60,7 +60,7 @@ def wait_for_all_work() -> None:
 
 
 class Cuda:
-    """CUDA devices of the process, through torch. `wait` waits for work that may read memory."""
+    """The process's CUDA devices, through torch. `wait` waits for work that may read memory."""
 
     def __init__(self, wait: Callable[[], None] = wait_for_all_work) -> None:
         self._wait = wait
@@ -70,7 +70,7 @@ class Cuda:
         cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         status = int(cudart.cudaHostRegister(address, size_bytes, _PORTABLE))
         if status:
-            # CUDA raises the error again at the next kernel launch: make that a launch of ours.
+            # CUDA reports the error once more at the next kernel launch: launch one here.
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device="cuda")
             raise RuntimeError(f"cudaHostRegister: error {status}")
@@ -92,7 +92,7 @@ class Cuda:
 
 
 class DevicePinning:
-    """dataplane.client.mount.Pinning over a device."""
+    """An implementation of dataplane.client.mount.Pinning for a device."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -118,7 +118,7 @@ class DevicePinning:
         return unpin
 
     def when_unread(self, release: Release) -> None:
-        """Release now if no device has ever had work, else in the thread. Finalizers call this."""
+        """Release now if no device has ever had work, otherwise in the thread. For finalizers."""
         if self._device.is_used():
             self._dead.put(release)
         else:
@@ -139,7 +139,7 @@ class DevicePinning:
 
 
 def cuda_pinning(*, wanted: bool) -> Pinning | None:
-    """Pinning if it is wanted and there is a CUDA device, else None."""
+    """Return pinning if it is wanted and there is a CUDA device, otherwise None."""
     return DevicePinning(Cuda()) if wanted and torch.cuda.is_available() else None
 
 

@@ -1,4 +1,4 @@
-"""Checks a saved state before a loader over urls resumes from it."""
+"""Check a saved state before a loader over urls resumes from it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from dataplane.client.state import RunState
 
 
 def resumed(state_dict: Mapping[str, Any], session: Session, *, dataset_moved: bool) -> RunState:
-    """The state, if the session's job may resume from it; an empty one means the start. The session
-    then has the weights of the state; if the loader's own were edited since it was saved, those,
-    from the first round on that begins at the state's position or later.
+    """Return the state, if the session's job may resume from it; an empty one means the start. The
+    session then has the weights of the state. If the loader's own weights were changed since it was
+    saved, these apply from the first round on that begins at the state's position or later.
 
     Warns on rank 0 if the job's ledger is not the one of the state's run, and if the state was
-    accepted only because of `dataset_moved`. The argument is meant
-    for one resume, since it would also accept a later change that keeps all sizes.
+    accepted only because of `dataset_moved`. That argument is meant for one resume, since it would
+    also accept a later change that keeps all sizes.
 
     Raises:  SpecMismatch: the state is of another job.  VersionMismatch: a newer version saved it.
     ConfigError: it is damaged.

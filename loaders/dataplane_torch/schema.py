@@ -1,4 +1,4 @@
-"""The columns that a loader over urls will yield: known before the first batch is read."""
+"""The columns that a loader over urls will yield, which are known before any batch is read."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class BatchColumn(Struct, frozen=True):
 
     @property
     def described(self) -> str:
-        """The type and shape, such as "int32 [B, T], T <= 512"."""
+        """The type and shape as text, such as "int32 [B, T], T <= 512"."""
         if self.dtype is None:
             values = "Python values" if self.comes_as == "objects" else self.comes_as
             return f"list of {values}{self._times}"
@@ -92,7 +92,8 @@ class Schema(Struct, frozen=True):
 
 
 def schema_of(columns: Sequence[DescribedColumn], parts: RankParts, *, is_collated: bool) -> Schema:
-    """The schema of batches with the columns that a node describes, as far as a rank gets them.
+    """Return the schema of batches with the columns that a node describes, as far as a rank gets
+    them.
 
     Raises:  ConfigError: a column's type has no tensor.
     """

@@ -1,11 +1,12 @@
-"""Copies batches to a device: the next batch is copied while the current step computes.
+"""Copy batches to a device: the next batch is copied while the current step computes.
 
-Copies run in their own stream: they wait for no step, and only the step that needs a batch waits
+Copies run in their own stream. They wait for no step, and only the step that needs a batch waits
 for its copy. Nothing here makes this thread wait for a device.
 
 Invariants:
-1. A batch is handed over only after the caller's stream was made to wait for the copies, and the
-   batch's memory was recorded as used by that stream.
+1. Before a batch is handed over, the caller's stream is made to wait for the copies, and the
+batch's
+   memory is recorded as used by that stream.
 2. A batch whose copy has begun is not consumed until it is handed over: no position counts it, and
    its errors are raised when it is due.
 3. The host memory that a copy reads may be released while the copy is still running. Its owner
@@ -35,13 +36,13 @@ class CopyStream(Protocol):
     device: torch.device
 
     def copying(self) -> AbstractContextManager[Copy]:
-        """A function that begins to copy a tensor, or another object that has `to()` and
+        """Provide a function that begins to copy a tensor, or another object that has `to()` and
         `record_stream()`, in the copy stream and into that stream's memory.
         """
         ...
 
     def mark(self) -> Any:
-        """A mark in the copy stream, after all copies begun so far."""
+        """Return a mark in the copy stream, after all copies begun so far."""
         ...
 
     def wait_for(self, mark: Any) -> Any:
@@ -49,15 +50,15 @@ class CopyStream(Protocol):
         ...
 
     def record(self, copied: Any, stream: Any) -> None:
-        """Record that a stream uses the memory of a copy: the allocator reuses it only after the
-        work that the stream has by the time the copy is dropped.
+        """Record that a stream uses the memory of a copy. When the copy is dropped, the allocator
+        reuses the memory only after the work that the stream has by then.
         """
         ...
 
 
 class Sending:
-    """The batch that `make` returns, on a device. `begin` may start its copy early; a call hands it
-    over. If the early start failed, the call tries again.
+    """The batch that `make` returns, on a device. `begin` may start its copy early; calling the
+    object hands the batch over. If the early start failed, the call tries again.
     """
 
     def __init__(self, copy_stream: CopyStream, make: Callable[[], Any]) -> None:
@@ -74,7 +75,7 @@ class Sending:
             self._begin()
 
     def __call__(self) -> Any:
-        """The batch, ready for the caller's current stream.
+        """Return the batch, ready for the caller's current stream.
 
         Raises:  whatever `make` raises.  RuntimeError: the device reports an error.
         """
@@ -100,7 +101,7 @@ class Sending:
 
                 batch = _mapped(self._batch, early)
             self._mark = self._copy_stream.mark()
-            # This drops the source, unless it is referenced elsewhere.
+            # Drops the source, unless it is referenced elsewhere.
             self._batch, self._copied = batch, copied
         return self._copied
 
@@ -118,9 +119,9 @@ def moved(given: Any, device: torch.device) -> Any:
 
 
 def _is_early(leaf: Any) -> bool:
-    """Whether a leaf can be copied in a stream other than the one that uses it, which requires
-    memory of the caching allocator. Everything else with a `to()` is moved when it is due, in the
-    caller's stream.
+    """Return whether a leaf can be copied in another stream than the one that uses it, which
+    requires memory of the caching allocator. Everything else that has a `to()` is moved when it is
+    due, in the caller's stream.
     """
     if not isinstance(leaf, torch.Tensor):
         return callable(getattr(leaf, "record_stream", None))
@@ -137,13 +138,13 @@ def _is_leaf(given: Any) -> bool:
         return True
     if isinstance(given, type) or not callable(getattr(given, "to", None)):
         return False
-    # If a mapping cannot be copied ahead as a whole, its values may be.
+    # A mapping that cannot be copied ahead as a whole is structure: its values may be leaves.
     return not isinstance(given, Mapping) or callable(getattr(given, "record_stream", None))
 
 
 def _mapped(given: Any, of_leaf: Copy) -> Any:
-    """The same structure with its leaves replaced: all objects that have a `to()`. Parts without a
-    leaf stay the same objects.
+    """Return the same structure with its leaves replaced; a leaf is an object that has a `to()`.
+    Parts without a leaf stay the same objects.
 
     Source:  torch.utils.data._utils.pin_memory.pin_memory decides which types are structure.
     """

@@ -1,4 +1,4 @@
-"""A dataset that is named by urls, as a DataLoader reads it: a node does the work."""
+"""A dataset that is named by urls, as a DataLoader reads it; a node does the work."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Shards(IterableDataset[Batch]):
         self._job = None if job is None else weakref.ref(job)
 
     def __len__(self) -> int:
-        """Samples that all ranks together read in the loader's present epoch. Opens the dataset.
+        """The samples that all ranks read in the loader's present epoch. Opens the dataset.
 
         Raises:  ClosedError: the loader is gone.
         """
@@ -92,7 +92,7 @@ class UrlJob:
     ) -> None:
         self._job = job
         self.urls = self._job.request.source.urls
-        has_columns = self._job.parts.columns != ()  # without any, nothing is asked of the node
+        has_columns = self._job.parts.columns != ()  # without columns, no slabs are requested
         self._session = Session(
             self._job.endpoint,
             replace(self._job.request, follows=has_columns),
@@ -112,18 +112,18 @@ class UrlJob:
         self._weights_set = 0
 
     def begin(self) -> BatchIterator:
-        """The next pass. The previous one is over, however far it came, and its epoch with it."""
+        """Begin the next pass. The previous one is over, however far it came, as is its epoch."""
         decoder = self._decoder_of_job()
         self._leave_pass()
         copy_stream = None if self._target is None else self._target.copy_stream()
         return BatchIterator(self, decoder, copy_stream)
 
     def open_reader(self, decoder: Decoder, copy_stream: CopyStream | None) -> EpochReader:
-        """Open the reader of a pass when its first batch is requested: until then `set_epoch` may
-        still change the epoch, as some frameworks do after iter(). So a pass that is asked for no
-        batch is no epoch.
+        """Open the reader of a pass when its first batch is requested. Until then `set_epoch` may
+        still change the epoch, as some frameworks do after iter(); so a pass of which no batch is
+        requested does not use up an epoch.
         """
-        self._leave_pass()  # the one of another iterator, which began after this one's iter()
+        self._leave_pass()  # of another iterator, which began after iter() made this one
         reader = EpochReader(
             self._session, decoder, self._epoch, self._cursor, copy_stream=copy_stream
         )
@@ -134,22 +134,22 @@ class UrlJob:
 
     @property
     def dataset(self) -> Shards:
-        """The dataset that it reads."""
+        """The dataset of this job."""
         return Shards(self.urls, self)
 
     @property
     def sample_count(self) -> int:
-        """Samples of the whole of the present epoch, over all ranks."""
+        """The samples of the whole present epoch, over all ranks."""
         return epoch_steps(self._session, self.epoch).left
 
     @property
     def step_count(self) -> int:
-        """Steps of the whole of the present epoch."""
+        """The steps of the whole present epoch."""
         return epoch_steps(self._session, self.epoch).count
 
     @property
     def schema(self) -> Schema:
-        """The columns of batches."""
+        """Return the columns of batches."""
         if self._schema is None:
             job, columns = self._job, describe_columns(self._session)
             is_collated = bool(job.request.spec.view.collate)
@@ -163,17 +163,17 @@ class UrlJob:
         return () if mixture is None else tuple(source.name for source in mixture.sources)
 
     def categories(self, column: str) -> tuple[Any, ...]:
-        """The values of a column's codes."""
+        """Return the values of a column's codes."""
         return read_categories(self._session, column)
 
     @property
     def valid_count(self) -> int | None:
-        """Rows of the last batch that are not padding; None before the first."""
+        """The rows of the last batch that are not padding; None before the first."""
         return None if self._last is None else self._last.valid_count
 
     @property
     def epoch(self) -> int:
-        """The epoch of the running pass, or else of the next one."""
+        """The epoch of the running pass, or of the next one if none is running."""
         return self._reader.epoch if self._reader is not None else self._epoch
 
     def set_epoch(self, epoch: int) -> None:
@@ -185,10 +185,11 @@ class UrlJob:
         self._epoch, self._reader = epoch, None
 
     def set_weights(self, weights: Mapping[str, float]) -> MixStep:
-        """Read other shares of a mixture's sources from the next round on. Returns its first step.
+        """Change the shares of a mixture's sources from the next round on. Return the first step of
+        that round.
 
-        Raises:  ConfigError: there is no mixture, or these are no weights for it.  SpecMismatch:
-        another rank has set others.
+        Raises:  ConfigError: there is no mixture, or the weights do not fit it.  SpecMismatch:
+        another rank has set other weights.
         """
         mixture, reader, start = self._job.request.mixture, self._reader, self._cursor
         if mixture is None:
@@ -221,7 +222,7 @@ class UrlJob:
         return self._session.statistics()
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of this run: equal on all ranks after the same number of batches."""
+        """Return the position of this run: equal on all ranks after the same number of batches."""
         reader = self._reader
         if reader is None:
             state = state_at(self._session, self._epoch, self._cursor)
@@ -230,7 +231,7 @@ class UrlJob:
         return structs.replace(state, digest=self._rows()).to_dict()
 
     def ledger(self) -> str:
-        """The job's ledger as JSON lines, at the position of this run."""
+        """Return the job's ledger as JSON lines, at the position of this run."""
         reader = self._reader
         if reader is None:
             return self._session.ledger(self._epoch, self._cursor)
@@ -260,7 +261,7 @@ class UrlJob:
             self._leave_pass()
 
     def _leave_pass(self) -> None:
-        """The next pass is the next epoch; after a pass that got no batch, it is the same one."""
+        """Make the next pass the next epoch; after a pass that got no batch, the same epoch."""
         reader, self._reader = self._reader, None
         if reader is None:
             return
@@ -269,7 +270,7 @@ class UrlJob:
             self._epoch, self._cursor = reader.epoch, reader.start_cursor
 
     def _rows(self) -> RowsDigest:
-        """The digest of the rows of all steps so far."""
+        """Return the digest of the rows of all steps so far."""
         reader = self._digested
         if reader is None:
             return self._digest
@@ -301,7 +302,7 @@ class BatchIterator:
         return self
 
     def __next__(self) -> Batch:
-        check_process(self._pid)  # before the lock, which a thread may have held at the fork
+        check_process(self._pid)  # before the lock, which another thread may have held at the fork
         with self._lock, brief:
             if self._is_done:
                 raise StopIteration
@@ -317,7 +318,7 @@ class BatchIterator:
             return batch
 
     def __del__(self) -> None:
-        # The pass's position is kept; slabs that it holds and copies made ahead are released.
+        # The position is kept; slabs that the pass holds, and copies made ahead, are released.
         if self._reader is not None:
             self._reader.close()
 

@@ -1,7 +1,7 @@
-"""Makes tensors from pieces of a slab.
+"""Make tensors from pieces of a slab.
 
-A tensor's storage is exactly its own bytes, so that saving or sending it takes no other batch
-along. It keeps the slab's memory object alive. arena/slab_layout.py defines shapes and layouts.
+A tensor's storage is exactly its own bytes, so that saving or sending it does not include other
+batches. It keeps the slab's memory object alive. arena/slab_layout.py defines shapes and layouts.
 """
 
 from __future__ import annotations
@@ -49,10 +49,11 @@ class Ragged(NamedTuple):
 
 
 class Decoder:
-    """Batches of one job as dicts. Tensors are views of the slab; with `shared`, they are copies in
-    memory that other processes can map, as DataLoader workers need. `parts` says which columns a
-    batch has, and which part of each sequence; with `for_device`, such a part is one piece of
-    memory of its own, since devices copy pieces. `is_empty`: batches have no column at all.
+    """Makes batches of one job as dicts. Tensors are views of the slab; with `shared`, they are
+    copies in memory that other processes can map, as DataLoader workers need. `parts` says which
+    columns a batch has, and which part of each sequence; with `for_device`, such a part is
+    contiguous memory of its own, since devices copy contiguous memory. `is_empty` is true if
+    batches have no columns.
 
     Raises:  ConfigError: a column's type has no tensor, or cannot be divided.
     """
@@ -75,7 +76,7 @@ class Decoder:
         self.is_empty = not self._puts
 
     def batch(self, batches: Batches, i: int) -> Batch:
-        """The i-th batch, columns in the job's order."""
+        """Return the i-th batch, with columns in the job's order."""
         out: Batch = {}
         for put in self._puts:
             put(batches, i, out)
@@ -94,7 +95,7 @@ def _refuse_twins(specs: Sequence[ColumnSpec]) -> None:
 
 
 def _maker(spec: ColumnSpec, parts: RankParts, *, shared: bool, for_device: bool) -> _MakeTensor:
-    """How the tensor of a column's values is made."""
+    """Return the function that makes the tensor of a column's values."""
     if spec.name not in parts.sequences or parts.cp_size == 1:
         return _shared_tensor if shared else _tensor
 
@@ -130,7 +131,7 @@ def _put(spec: ColumnSpec, at: int, make: _MakeTensor) -> _Put:
 
 
 def torch_dtype(spec: ColumnSpec) -> torch.dtype:
-    """The dtype of a column's tensor.   Raises:  ConfigError: torch has no such dtype."""
+    """Return the dtype of a column's tensor.   Raises:  ConfigError: torch has no such dtype."""
     found = _DTYPES.get(spec.dtype)
     if found is None:
         raise ConfigError(
@@ -144,14 +145,14 @@ def torch_dtype(spec: ColumnSpec) -> torch.dtype:
 def tensor_over(
     memory: Any, dtype: torch.dtype, shape: tuple[int, ...], offset: int = 0
 ) -> torch.Tensor:
-    """A tensor whose storage is exactly its own bytes of a buffer; it keeps the buffer alive."""
+    """Return a tensor whose storage is exactly its bytes of a buffer, which it keeps alive."""
     if 0 in shape:
         return torch.empty(shape, dtype=dtype, device="cpu")
     seen = _NUMPY.get(dtype)
     if seen is None:
         count = math.prod(shape)
         return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
-    # This takes less than half the time of `frombuffer` and `view`.
+    # Takes less than half the time of `frombuffer` and `view`.
     return torch.from_numpy(np.ndarray(shape, seen, memory, offset))
 
 
@@ -168,8 +169,8 @@ def _shared_tensor(
 
 
 def _shared(source: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy. As in torch's own collate, data is copied once, into memory that the
-    trainer reads.
+    """Return a contiguous copy. As in torch's own collate, data is copied once, into memory that
+    the trainer reads.
     """
     if not source.numel():
         return source

@@ -1,4 +1,4 @@
-"""The place of this process, from a mesh, the frameworks that it has imported, or its launcher."""
+"""Find this process's ranks: from a mesh, the frameworks that it has imported, or its launcher."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from dataplane_torch.torch_private.mesh import current_mesh, whole_mesh
 
 
 def auto(device_mesh: object, batch_axes: Sequence[str | int] | None) -> Topology:
-    """`Topology.auto`, whose docstring describes it."""
+    """Implement `Topology.auto`, whose docstring describes it."""
     return find_topology(os.environ, mesh=_mesh_given(device_mesh, batch_axes), modules=sys.modules)
 
 
 def topology_of(options: UrlOptions) -> Topology:
-    """The topology for a loader's options.
+    """Return the topology for a loader's options.
 
     Raises:  ConfigError: as `auto`, or options contradict each other.
     """

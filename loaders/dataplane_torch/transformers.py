@@ -1,4 +1,4 @@
-"""A callback with which the Trainer of transformers resumes a loader from its checkpoints."""
+"""A callback by which the Trainer of transformers resumes a loader from its checkpoints."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ class LoaderState(TrainerCallback, ExportableState):  # type: ignore[misc]
         return max(1, -(-batch_count // self._accumulation))
 
     def _check_epochs(self, saved: dict[str, Any], global_step: int) -> None:
-        """Check that the Trainer, which divides its steps by those of an epoch now, goes on in the
-        epoch of the loader, and ends the run where that ends.
+        """Check that the Trainer, which computes the epoch from its steps and the present steps per
+        epoch, continues in the epoch of the loader, and ends the run where that ends.
 
         Raises:  ConfigError: epochs had another number of steps when the state was saved.
         """

@@ -181,7 +181,7 @@ def test_workers_of_torchs_loader_send_their_part_alone(shards) -> None:
     [
         ({"columns_by_stage": ["tokens"]}, "pass a dict of column names by stage"),
         ({"columns_by_stage": {0: "tokens"}}, "pass a list of column names"),
-        ({"columns_by_stage": {2: ["tokens"]}}, r"stage 2, and the stages are 0 to 1.*dp=1 pp=2"),
+        ({"columns_by_stage": {2: ["tokens"]}}, r"stage 2, but the stages are 0 to 1.*dp=1 pp=2"),
         ({"columns_by_stage": {-3: ["tokens"]}}, "stage -3"),
         ({"columns_by_stage": {"first": ["tokens"]}}, "Use 0 and -1 for the first and the last"),
         ({"sequence_part": "tokens"}, "pass a list of column names"),

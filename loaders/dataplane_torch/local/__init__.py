@@ -1,1 +1,1 @@
-"""A user's own torch Dataset: its processes, their memory, and the place of a pass over it."""
+"""A user's own torch Dataset: its worker processes, their memory, and the position of a pass."""

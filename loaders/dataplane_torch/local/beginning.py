@@ -1,4 +1,4 @@
-"""Begin a pass over a user's Dataset, at its start or where a saved pass was left."""
+"""Begin a pass over a user's Dataset, at its start or where a saved pass stopped."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from dataplane_torch.torch_private.iteration import (
 
 
 class PassPlace:
-    """A pass's position. It outlives the pass, so that a loop that was left can still be saved."""
+    """A pass's position. It outlives the pass, so that it can be saved after the loop was left."""
 
     def __init__(self, loader: Any, worker_count: int) -> None:
         self.is_iterable = is_iterable(loader)
@@ -51,7 +51,7 @@ class PassPlace:
     def state(self) -> PassState:
         """Return the present state."""
         if self.is_finished and self.has_default_generator:
-            # The next pass draws from this state unless something else draws first.
+            # The next pass draws from these states, unless something else draws before.
             generators = {**self.sampler.generators, **default_generator()}
             self.sampler = replace(self.sampler, generators=generators)
         return PassState(
@@ -71,8 +71,8 @@ class PassPlace:
 
 
 class Beginning:
-    """The steps of both kinds of pass before and after torch's own constructor runs. `loaded_in`
-    are the epochs that the samplers were set to when `resume` was loaded.
+    """The steps of both kinds of pass before and after torch's own constructor. `loaded_in` are the
+    epochs to which the samplers were set when `resume` was loaded.
     """
 
     def __init__(
@@ -94,14 +94,14 @@ class Beginning:
         if resume is not None:
             resume.check(self.place.state())
             self._has_new_epoch = epochs_of(self._index_sampler) != loaded_in
-        # A finished pass only leaves its end state: the next pass begins at its own start.
+        # The state of a finished pass only sets generators: the next pass begins at its start.
         self.goes_on = None if resume is None or resume.is_finished else resume
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
         """Run torch's own constructor, and `places`, within this block. A resumed pass repeats
-        draws that were made before, so torch's default generator stays unchanged, unless it has
-        the state with which the next pass would have begun.
+        draws that were made before, so torch's default generator is restored afterwards, unless it
+        had the state with which the next pass would have begun.
         """
         resume = self.resume
         if resume is None:
@@ -120,11 +120,11 @@ class Beginning:
 
     @property
     def is_anew(self) -> bool:
-        """Whether torch's constructor began this pass as it begins any other."""
+        """Whether this pass begins as torch's constructor begins any pass."""
         return self.goes_on is None and (self.resume is None or not self._persists)
 
     def remember(self) -> None:
-        """Remember the generators' states before torch makes an iterator of samplers, which may
+        """Remember the generators' states before torch makes an iterator of the samplers, which may
         draw.
         """
         self._made_with = generator_states(self._index_sampler, self._generator)
@@ -154,8 +154,8 @@ class Beginning:
             self._index_sampler, self._generator, self._every, state, iterator, self._made_with
         )
         if self._is_aside:
-            # Most shuffles draw when their first index is requested: later, torch's default
-            # generator has been restored.
+            # Most shuffles draw when their first index is requested. This must happen now, before
+            # torch's default generator is restored.
             places.draw_first()
         self._places = places
         torch_pass.indices = places.walk()
@@ -170,16 +170,16 @@ class Beginning:
                 self._epochs |= self.goes_on.sampler.epochs
 
     def has_new_epoch(self) -> bool:
-        """Whether the samplers' epoch was set after the pass began, as by frameworks that call
-        iter() first. Checks once, when the first batch is requested.
+        """Return whether the samplers' epoch was set after the pass began, as frameworks do that
+        call iter() first. Checks once, when the first batch is requested.
         """
         begun_in, self._epochs, self._is_started = self._epochs, None, True
         return begun_in is not None and begun_in != epochs_of(self._index_sampler)
 
     def forget_resumed(self, torch_pass: PassNames) -> None:
-        """Begin the epoch that the samplers were set to from its start."""
+        """Begin at the start of the epoch to which the samplers were set, instead of resuming."""
         if self.goes_on is not None and not self._persists:
-            # torch's constructor drew these for the pass that was to be resumed.
+            # torch's constructor drew these for the resumed pass.
             seed = torch.empty((), dtype=torch.int64).random_(generator=self._generator)
             torch_pass.base_seed = int(seed.item())
         self.resume = self.goes_on = None
@@ -208,6 +208,6 @@ class Beginning:
 
 def _length(dataset: object) -> int | None:
     length = None
-    with contextlib.suppress(Exception):  # the user's method exists but only raises
+    with contextlib.suppress(Exception):  # some users' __len__ only raise
         length = len(dataset) if isinstance(dataset, Sized) else None
     return length

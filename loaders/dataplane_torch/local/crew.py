@@ -1,11 +1,11 @@
-"""Starts the worker processes of one loader, exchanges messages with them, and ends them.
+"""Start the worker processes of one loader, exchange messages with them, and end them.
 
-One socket a worker carries everything: frames (frames.py) and the descriptors of its segments. The
-trainer reads when it waits for a batch, and no thread of its own does.
+One socket per worker carries everything: frames (frames.py) and the descriptors of its segments.
+The trainer reads it while it waits for a batch; there is no thread for it.
 
 Invariants:
-1. A worker that dies, however it dies, raises in the trainer that waits, within one second.
-2. After `close` no process of a crew is left: workers that do not end are killed.
+1. If a worker dies, in any way, the trainer that waits for it gets an exception within one second.
+2. After `close`, no process of a crew is left: workers that do not end are killed.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Crew:
         return os.getpid() == self._pid
 
     def send(self, worker_id: int, frame: frames.ToWorker) -> None:
-        """Send a frame. A dead worker is skipped; waiting for it raises.
+        """Send a frame. A dead worker is skipped, since waiting for it raises.
 
         Raises:  whatever the pickling of its index raises.
         """
@@ -91,8 +91,8 @@ class Crew:
             self.send(worker_id, frames.Stop())
 
     def wait(self, deadline: float | None) -> list[int]:
-        """Wait until workers send something, or until the deadline (by time.monotonic). `heard`
-        takes the result, which is empty after the deadline.
+        """Wait until workers send something, or until the deadline (by time.monotonic). Pass the
+        result, which is empty after the deadline, to `heard`.
 
         Raises:  RuntimeError: a worker died.
         """
@@ -103,7 +103,7 @@ class Crew:
         return [fd for fd, _ in ready]
 
     def heard(self, ready: list[int]) -> Iterator[tuple[int, frames.FromWorker]]:
-        """The messages that workers have sent.
+        """Yield the messages that workers have sent.
 
         Raises:  RuntimeError: a worker died.
         """
@@ -124,9 +124,9 @@ class Crew:
             yield worker_id, frame
 
     def look_after(self) -> None:
-        """Raise torch's error for workers that died, seen first by torch's SIGCHLD handler or by
-        the end of the worker's socket. From then on the handler, which may raise anywhere in the
-        trainer, reports no other worker.
+        """Raise torch's error for a worker that died, whether torch's SIGCHLD handler saw it first
+        or its socket was closed. After that, the handler, which may raise anywhere in the trainer,
+        reports no other worker.
         """
         self._has_raised = True
         try:
@@ -134,7 +134,7 @@ class Crew:
             for worker_id in self._gone - self._ended:
                 process = self.processes[worker_id]
                 process.join(_END_S)
-                # An interrupt ends a worker with status 0: a pass may replace such workers.
+                # A worker that was interrupted exits with 0: a pass may replace such workers.
                 self._has_raised = process.exitcode != 0
                 raise RuntimeError(_obituary(process.pid, process.exitcode))
         except BaseException:
@@ -149,8 +149,8 @@ class Crew:
         return not self._has_raised and codes <= {None, 0} and 0 in codes
 
     def is_to_be_replaced(self, was_torn: bool) -> bool:
-        """Whether the next pass needs other workers: an exception interrupted a frame, or an
-        interrupt ended these too. `look_after` reports workers that died.
+        """Return whether the next pass needs new workers: because an exception interrupted a frame,
+        or because an interrupt also ended these. `look_after` reports workers that died.
         """
         codes = {process.exitcode for process in self.processes}
         is_torn = was_torn and not self._has_raised and codes <= {None}
@@ -182,7 +182,7 @@ class Crew:
 
     def _start(self, context: Any, setup: Setup, pinning: Pinning | None) -> None:
         ours, theirs = context.Pipe(duplex=True)
-        # A forked worker's copies of these would hide the trainer's end from it.
+        # If a forked worker kept copies of these, it would not notice the end of the trainer.
         inherited = [ours, *self._connections] if context.get_start_method() == "fork" else []
         process = context.Process(target=work, args=(setup, theirs, inherited))
         process.daemon = True
@@ -200,7 +200,7 @@ class Crew:
         self._poll.register(ours.fileno(), select.POLLIN)
 
     def _hear_no_more(self, worker_id: int) -> None:
-        """Receive no more: a worker that is blocked in a send gets an error, and ends."""
+        """Stop receiving: a worker that is blocked in a send gets an error, and ends."""
         with (
             contextlib.suppress(OSError),
             socket.socket(fileno=os.dup(self._connections[worker_id].fileno())) as ours,
@@ -208,7 +208,7 @@ class Crew:
             ours.shutdown(socket.SHUT_RD)
 
     def _unwatch(self) -> None:
-        with contextlib.suppress(Exception):  # it is not watched yet, or no longer
+        with contextlib.suppress(Exception):  # not watched yet, or not watched any more
             workers.unwatch(id(self))
 
     def _lost(self, worker_id: int) -> None:
@@ -257,7 +257,7 @@ def hire(worker_pass: PassNames, loader: Any, target: Target | None) -> Crew:
     pinning = (
         cuda_pinning(wanted=worker_pass.is_pinning)
         if target is None
-        else target.pinning(reads_all=False)  # arrays, for one, stay with the user
+        else target.pinning(reads_all=False)  # arrays are read by the user
     )
     of_iterable = is_iterable(loader)
     every = loader.snapshot_every_n_steps

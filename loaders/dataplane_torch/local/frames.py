@@ -42,7 +42,7 @@ class Ready(Struct, frozen=True):
 
 
 class Made(Struct, frozen=True):
-    """A task's batch, or with kind "error" the exception that it raised."""
+    """The batch of a task, or with kind "error" the exception that making it raised."""
 
     pass_id: int
     task: int
@@ -52,7 +52,7 @@ class Made(Struct, frozen=True):
 
 
 class Ended(Struct, frozen=True):
-    """An iterable dataset has no batch for this task, nor for later ones of this pass."""
+    """An iterable dataset has no batch for this task, nor for later tasks of this pass."""
 
     pass_id: int
     task: int
@@ -67,7 +67,7 @@ class NewSegment(Struct, frozen=True):
 
 
 class OldSegment(Struct, frozen=True):
-    """The worker writes no more into a segment of which it has all extents back."""
+    """The worker no longer writes into a segment, all of whose extents were given back."""
 
     segment_id: int
 
@@ -77,11 +77,11 @@ FromWorker = Ready | Made | Ended | NewSegment | OldSegment
 
 
 def encode(frame: ToWorker | FromWorker) -> bytes:
-    """A frame's bytes. Tensors, as in a sampler's indices or a dataset's state, travel by value.
+    """Encode a frame. Tensors, as in a sampler's indices or a dataset's state, are sent by value.
 
     Raises:  whatever the pickling of an index, or of a state, raises.
     """
-    # Frequent frames travel as tuples, which are shorter.
+    # Frequent frames are sent as tuples, which are shorter.
     if isinstance(frame, Made) and frame.state is None:
         fields: Any = (_MADE, frame.pass_id, frame.task, frame.kind, frame.parcel, None)
         return pickle.dumps(fields, pickle.HIGHEST_PROTOCOL)

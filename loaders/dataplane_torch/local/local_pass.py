@@ -1,7 +1,7 @@
 """One pass over a user's Dataset in this process.
 
-It is torch's own iterator underneath: loops, profilers and frameworks look for it, and the seeds it
-draws, in the order it draws them, decide what a dataset and a sampler do.
+It is built on torch's own iterator: loops, profilers and frameworks look for that, and the seeds
+that it draws, in its order, decide what a dataset and a sampler do.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from dataplane_torch.torch_private.iteration import LocalPassBase
 
 
 class LocalPass(LocalPassBase):
-    """A pass whose samples this process loads, as torch's with num_workers=0. Threads take turns.
+    """A pass whose samples this process loads, as with torch's num_workers=0. Threads take turns.
 
-    Nothing is copied ahead to a device: the next batch would have to be loaded first, in this
+    Nothing is copied to a device ahead: the next batch would first have to be loaded in this
     thread, which would take longer than its copy.
     """
 
@@ -57,7 +57,7 @@ class LocalPass(LocalPassBase):
 
     @property
     def place(self) -> PassPlace:
-        """The position of the pass, with the present states of the dataset."""
+        """Return the position of the pass, with the present states of the dataset."""
         place, fetcher = self.beginning.place, self.fetcher
         place.step = self.yielded_count
         if self._places is not None and not place.is_finished:
@@ -77,7 +77,7 @@ class LocalPass(LocalPassBase):
         """Do nothing: there are no workers."""
 
     def __del__(self) -> None:
-        # The loader keeps the position, not the pass: the iterator ends with the pass.
+        # The loader keeps the position but not the pass: the dataset's iterator ends here.
         with contextlib.suppress(Exception):
             self.place  # noqa: B018 - as it is now
 

@@ -1,10 +1,10 @@
 """Batches between processes: a pickle of their structure, and their bytes beside it.
 
-Whatever a dataset and a collate function return may travel: nested dicts, named tuples, strings,
-objects of the user's own. What is dense and long (tensors, numpy arrays) is not in the pickle but
-in extents of the worker's segments, most of it collated there in the first place.
+A dataset and a collate function may return anything that can be pickled: nested dicts, named
+tuples, strings, objects of the user's own. Dense and long parts (tensors, numpy arrays) are not in
+the pickle, but in extents of the worker's segments, most of them collated there in the first place.
 
-A pickle never leaves the family of processes that the trainer started.
+Pickles are exchanged only among the trainer and the processes that it started.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dataplane_torch.torch_private.memory import (
     tensor_reducers,
 )
 
-# Shorter buffers travel in the pickle: copying is cheaper than an extent, and pins no memory.
+# Shorter buffers are put into the pickle: copying costs less than an extent, and pins no memory.
 _BESIDE_BYTES = 32 << 10
 
 _Shape = tuple[int, ...]
@@ -38,15 +38,15 @@ _Collated = tuple[Extent, weakref.ref[Bytes]]
 
 
 class Parcel(NamedTuple):
-    """A packed object: its pickle, or the extent where that lies, and the extents beside it."""
+    """A packed object: its pickle, or the extent that holds it, and the extents beside it."""
 
     pickled: bytes | Extent
     beside: list[Extent]
 
 
 class Packer:
-    """The worker's side. With `everything`, as for memory that devices read, short tensors lie
-    beside the pickle too.
+    """The worker's side. With `everything`, for memory that devices read, short tensors are beside
+    the pickle, too.
     """
 
     def __init__(self, segments: Segments, *, everything: bool) -> None:
@@ -58,15 +58,16 @@ class Packer:
         self._taken: list[Extent] = []
 
     def collate_here(self) -> None:
-        """Let torch's default_collate stack tensors straight into extents, in this process, unless
-        the user has told it how else. Where a user's own table of collate functions has torch's,
-        that makes no files in shared memory.
+        """Make torch's default_collate stack tensors straight into extents, in this process, unless
+        the user has set another function. If a user's own table of collate functions uses torch's
+        function, that makes no files in shared memory either.
         """
         collate_tensors_by(self._stack)
         make_no_shared_storage()
 
     def pack(self, batches: list[Any]) -> Parcel:
-        """Pack the only object in `batches`, and remove it there: nobody else may hold it.
+        """Pack the only object in the list `batches`, and remove it there, since no other reference
+        to it may exist.
 
         Raises:  whatever its pickling raises.
         """
@@ -87,7 +88,7 @@ class Packer:
     def _stack(
         self, batch: Sequence[torch.Tensor], *, collate_fn_map: object = None
     ) -> torch.Tensor:
-        """Stack tensors like torch's own function, into an extent where that is worth it."""
+        """Stack tensors like torch's own function, but into an extent if they are large enough."""
         del collate_fn_map
         first = batch[0]
         if first.layout is not torch.strided or first.is_nested or first.device.type != "cpu":
@@ -95,7 +96,7 @@ class Packer:
         length = first.numel() * first.element_size() * len(batch)
         if length < self._beside_bytes or type(first) is not torch.Tensor or first.requires_grad:
             return _stacked(batch)
-        if threading.get_ident() != self._thread:  # a dataset's thread; segments allow only one
+        if threading.get_ident() != self._thread:  # a thread of the dataset: segments allow one
             return _stacked(batch)
         extent = self._segments.allocate(length)
         memory: Bytes = np.frombuffer(self._segments.memory(extent), np.uint8)
@@ -106,7 +107,7 @@ class Packer:
         return torch.stack(tuple(batch), 0, out=out)
 
     def _unused(self, address: int) -> None:
-        """Free the extent of a collated buffer that died before it was packed."""
+        """Free the extent of a collated buffer that was dropped before it was packed."""
         collated = self._collated.pop(address, None)
         if collated is not None:
             self._segments.free_soon(collated[0].segment, collated[0].offset)
@@ -164,8 +165,9 @@ class Packer:
         return placed, collated
 
     def _held(self, collated: dict[Extent, _Collated]) -> set[Extent]:
-        """Return the tensors that the dataset or its collate function still holds: they must not
-        change while in use. The others are dead now, and are handed over.
+        """Return the extents whose tensors the dataset or its collate function still references:
+        they must not change while they are in use. All others are no longer referenced here, and
+        are handed over.
         """
         held = set()
         for extent, known in collated.items():
@@ -189,7 +191,7 @@ class Packer:
 
 
 def _stacked(batch: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Stack tensors in the first one's type, contiguous, like torch's workers."""
+    """Stack tensors to a contiguous one of the first one's type, like torch's workers."""
     out = torch.stack(tuple(batch), 0)
     if out.dtype is batch[0].dtype and out.is_contiguous():
         return out
@@ -208,7 +210,7 @@ def pickled_whole(given: object) -> bytes:
 
 
 class Arrived:
-    """A parcel in the trainer, which has taken its memory: tensors and arrays are views of it."""
+    """A parcel in the trainer, which has taken its memory: tensors and arrays are views of that."""
 
     def __init__(self, parcel: Parcel, mapped: MappedSegments) -> None:
         taken = {extent: mapped.take(extent) for extent in dict.fromkeys(parcel.beside)}
@@ -225,12 +227,12 @@ class Arrived:
         if self._buffers is None:
             raise RuntimeError("an interrupt destroyed this batch")
         unpacked = pickle.loads(self._pickled, buffers=self._buffers)
-        self._pickled = self._buffers = None  # a tensor that is kept keeps its memory
+        self._pickled = self._buffers = None  # from now on, only kept tensors keep the memory
         return unpacked
 
 
 def discard(parcel: Parcel, mapped: MappedSegments) -> None:
-    """Give the memory of a parcel back unread."""
+    """Give the memory of a parcel back without reading it."""
     for extent in dict.fromkeys(parcel.beside):
         mapped.give_back(extent)
     if not isinstance(parcel.pickled, bytes):
@@ -238,7 +240,7 @@ def discard(parcel: Parcel, mapped: MappedSegments) -> None:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles as torch.multiprocessing does, but puts dense tensors' bytes beside the pickle."""
+    """Pickles like torch.multiprocessing, but puts the bytes of dense tensors elsewhere."""
 
     dispatch_table: Any = collections.ChainMap(  # noqa: RUF012 - nobody writes it
         tensor_reducers,
@@ -246,11 +248,12 @@ class _Pickler(pickle.Pickler):
     )
 
     def reducer_override(self, given: object) -> Any:
-        """Return how to pickle a tensor or an array; other objects have the default."""
+        """Return how to pickle a tensor or an array; NotImplemented for other objects."""
         if isinstance(given, torch.Tensor):
             return _reduced(given)
         if isinstance(given, torch.UntypedStorage) and given.device.type == "cpu":
-            # By value: torch.multiprocessing would name a file that lives as long as the worker.
+            # By value: torch.multiprocessing would send a file name that lives as long as the
+            # worker.
             empty: Any = torch.empty(0, dtype=torch.uint8, device="cpu")
             raw = empty.set_(given).numpy()
             return _storage, (pickle.PickleBuffer(raw),)
@@ -270,16 +273,16 @@ def _reduced(tensor: torch.Tensor) -> Any:
         or (kind is not torch.Tensor and not _is_plain_subclass(kind))
     ):
         whole: Any = tensor
-        return whole.__reduce_ex__(5)  # its parts come by here
+        return whole.__reduce_ex__(5)  # its parts are pickled by this function
     plain = tensor.detach()
     if kind is not torch.Tensor:
         plain = plain.as_subclass(torch.Tensor)
     plain = plain.resolve_conj().resolve_neg()
-    # A span longer than all elements has other bytes between them. Any other tensor may have
+    # A span longer than all elements contains other bytes between them. Any other tensor may have
     # another memory format, or be expanded.
     if _span(plain.shape, plain.stride()) > plain.numel():
         plain = plain.contiguous()
-    # Dimensions of one element may have any stride.
+    # Dimensions with one element may have any stride.
     stride = None if plain.stride() == _row_major(plain.shape) else plain.stride()
     flat = plain.as_strided((_span(plain.shape, plain.stride()),), (1,))
     raw: Any = flat.view(torch.uint8).numpy()
@@ -306,7 +309,7 @@ def _special_tensor(
     kind: type[torch.Tensor],
     attributes: dict[str, Any],
 ) -> torch.Tensor:
-    """Make a tensor that has a memory format, a gradient or a subclass, or is expanded."""
+    """Make a tensor that has a memory format, a gradient or a subclass, or that is expanded."""
     if stride is None:
         tensor = tensor_over(buffer, dtype, shape)
     else:
@@ -318,7 +321,7 @@ def _special_tensor(
 
 
 def _is_plain_subclass(kind: type[torch.Tensor]) -> bool:
-    """Whether a tensor of this class is a dense tensor with a name and attributes, no more."""
+    """Return whether this class is a dense tensor that only has another name and attributes."""
     return (
         kind.__reduce_ex__ is torch.Tensor.__reduce_ex__
         and not issubclass(kind, torch.nn.Parameter)
@@ -327,14 +330,14 @@ def _is_plain_subclass(kind: type[torch.Tensor]) -> bool:
 
 
 def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Return how many elements fit from a tensor's first one to its last."""
+    """Return the number of elements from a tensor's first to its last, including gaps."""
     if 0 in shape:
         return 0
     return 1 + sum(step * (size - 1) for step, size in zip(stride, shape, strict=True))
 
 
 def _row_major(shape: Sequence[int]) -> _Shape:
-    """The strides of a tensor that was made contiguous."""
+    """Return the strides of a contiguous tensor."""
     strides, expected = [], 1
     for size in reversed(shape):
         strides.append(expected)

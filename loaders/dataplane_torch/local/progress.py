@@ -1,7 +1,7 @@
 """The position of a pass over a user's Dataset: state_dict() saves it, load_state_dict() reads it.
 
-The state of a map-style dataset is its sampler's position, whatever the number of workers. Each
-worker iterates over an iterable dataset on its own, so that state has one entry per worker.
+The state of a map-style dataset is its sampler's position, for any number of workers. Each worker
+iterates over an iterable dataset on its own, so that state has one entry per worker.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Stateful(Protocol):
 
 
 def is_stateful(given: object) -> TypeGuard[Stateful]:
-    """Whether it has both methods. A check of the protocol would take ten times as long."""
+    """Return whether it has both methods. Checking the protocol would take ten times as long."""
     return hasattr(given, "state_dict") and hasattr(given, "load_state_dict")
 
 
@@ -47,14 +47,14 @@ def state_of(given: object) -> dict[str, Any] | None:
 
 
 def load_state(given: _Any, state: dict[str, Any] | None) -> _Any:
-    """Load a state into an object, if that can have one, and return the object."""
+    """Load a state into an object, if it can have one, and return the object."""
     if state is not None and is_stateful(given):
         given.load_state_dict(state)
     return given
 
 
 def skip_samples(fetcher: DatasetFetcher, count: int) -> None:
-    """Draw and drop `count` samples of the iterable dataset of one of torch's fetchers."""
+    """Read and drop `count` samples of the iterable dataset of one of torch's fetchers."""
     for _ in range(count):
         try:
             next(fetcher.dataset_iter)
@@ -67,9 +67,8 @@ VERSION: Final = 1
 
 
 class WorkerState(Struct, frozen=True):
-    """One worker's dataset after `fetched` batches of this pass, and how many to skip from there.
-
-    `dataset` and `iterator` are their own states, None where they have none.
+    """One worker's dataset after `fetched` batches of this pass, and how many batches to skip from
+    there. `dataset` and `iterator` are their own states, None if they have none.
     """
 
     dataset: dict[str, Any] | None = None
@@ -85,11 +84,13 @@ class WorkerState(Struct, frozen=True):
 
 
 class SamplerState(Struct, frozen=True):
-    """A sampler after `drawn` batches: `states` of its parts as they stood `skip` draws before,
-    None where no part has a state; `generators` as they stood when the pass began, or when it had
-    ended, and the `epochs` to which its parts were set. `missing` are indices that were drawn
-    and whose batches were not yielded, as with in_order=False. Generators stood as `made_with`
-    before an iterator was made that is not a generator object; else that is empty.
+    """A sampler's state after `drawn` batches.
+
+    `states` are those of its parts `skip` draws earlier, None if no part has a state. `generators`
+    are their states when the pass began, or when it had ended. `epochs` are those to which its
+    parts were set. `missing` are indices that were drawn but whose batches were not yielded, as
+    with in_order=False. `made_with` are the generators' states before the sampler's iterator was
+    made; empty if that is a generator object, which has not run yet.
     """
 
     drawn: int = 0
@@ -102,10 +103,10 @@ class SamplerState(Struct, frozen=True):
 
 
 class PassState(Struct, frozen=True):
-    """A pass after `step` batches. `worker_count` is 0 where the trainer itself loads.
+    """A pass after `step` batches. `worker_count` is 0 if the trainer itself loads.
 
-    `length` is the dataset's, None where that has none or where it does not matter. `samplers`
-    names the classes that draw the indices; None for iterable datasets.
+    `length` is the dataset's, None if it has none or if it does not matter. `samplers` names the
+    classes that draw the indices; None for iterable datasets.
     """
 
     is_iterable: bool
@@ -122,8 +123,8 @@ class PassState(Struct, frozen=True):
     samplers: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert the state to plain values: all JSON, except for the contents of the user's own
-        states.
+        """Convert the state to plain values. All of it can be saved as JSON, except perhaps the
+        contents of the user's own states.
         """
         sampler = {**structs.asdict(self.sampler), "missing": list(self.sampler.missing)}
         if not self.sampler.made_with:
@@ -140,7 +141,7 @@ class PassState(Struct, frozen=True):
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> PassState:
-        """The inverse.
+        """Invert `to_dict`.
 
         Raises:  ConfigError: it is not such a state.  VersionMismatch: its version is newer.
         """
@@ -196,7 +197,7 @@ class PassState(Struct, frozen=True):
         return read
 
     def _claims(self) -> Iterator[tuple[str, object, bool]]:
-        """(name, value, whether the value is valid) of every field."""
+        """Yield (name, value, whether the value is valid) of every field."""
         sampler = self.sampler
         counts = {name: getattr(self, name) for name in ("worker_count", "step", "next_worker")}
         counts |= {"drawn": sampler.drawn, "skip": sampler.skip}
@@ -255,7 +256,7 @@ class PassState(Struct, frozen=True):
                 f"{now.length} now, which changes their order: pass the unchanged dataset",
                 field="dataset",
             )
-        # Between two epochs a sampler may be replaced by any other.
+        # Between two epochs, a sampler may be replaced by any other.
         is_under_way = self.step > 0 and not self.is_finished
         if is_under_way and self.samplers != now.samplers:
             raise ConfigError(
@@ -283,13 +284,13 @@ _PLAIN: Final = (
 
 
 def _plain(value: Any) -> Any:
-    """An int for any whole number, numpy's included; other values unchanged."""
+    """Return an int for any whole number, numpy's included; other values unchanged."""
     number = whole(value)
     return value if number is None else number
 
 
 def _checksum(saved: Mapping[str, Any]) -> str:
-    """Return 16 hex digits of our own fields of a state: users' states change when saved."""
+    """Return 16 hex digits over our own fields of a state. Users' states may change when saved."""
     users = {"states", "missing", "dataset", "iterator"}
     ours: list[Any] = [
         {name: value for name, value in part.items() if name not in users}

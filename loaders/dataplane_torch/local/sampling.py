@@ -1,12 +1,12 @@
 """A sampler's batches of indices, with the sampler's position after each of them.
 
-The state of a sampler that has one is saved. Any other sampler runs again from the start of the
-pass: with its generators restored to that moment, it draws the same indices.
+If a sampler has a state, it is saved. Any other sampler runs again from the start of the pass: with
+its generators restored to that moment, it draws the same indices.
 
 Invariants:
-1. A pass that is resumed draws what the pass that was interrupted would have drawn, for samplers
-   that have a state, or that are functions of a torch.Generator, the default one included.
-2. A resumed pass leaves torch's default generator as it found it.
+1. A resumed pass draws what the interrupted pass would have drawn, for samplers that have a state,
+   or that are functions of a torch.Generator, including the default one.
+2. A resumed pass leaves torch's default generator as it was.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ _SELF_SEEDED = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 class Places:
-    """The position of an index sampler during a pass. `iterator` is the sampler's; `made_with` are
-    the states of generators before it was made. States of samplers are taken every `every` draws.
+    """The position of an index sampler during a pass. `iterator` is the sampler's iterator;
+    `made_with` are the states of generators before it was made. States of samplers are taken every
+    `every` draws.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Places:
     ) -> None:
         self._index_sampler, self._generator, self._every = index_sampler, generator, every
         self._is_ahead = False
-        # A generator function has not started its body; any other iterator may have drawn already.
+        # A generator function has not run yet; any other iterator may have drawn already.
         self._made_with = {} if inspect.isgenerator(iterator) else _all_encoded(made_with)
         # Many samplers draw from a generator only when their first index is requested.
         self._generators = generator_states(index_sampler, generator)
@@ -77,7 +78,7 @@ class Places:
         self._states_at = self._drawn
 
     def walk(self) -> Iterator[Any]:
-        """Yield the indices of each batch. A generator: a class with `__next__` is slower."""
+        """Yield the indices of each batch. A generator, since a class with `__next__` is slower."""
         while self._missing:
             yield self._missing.popleft()
         if not self._drawn and not self._is_ahead:
@@ -90,11 +91,11 @@ class Places:
             if every and self._drawn % every == 0:
                 self._states, self._states_at = self._states_now(), self._drawn
             yield index
-        self._states, self._states_at = self._states_now(), self._drawn  # of the next pass
+        self._states, self._states_at = self._states_now(), self._drawn  # for the next pass
 
     def place(self) -> SamplerState:
-        """Return the position after the draws so far. Before the first of them, a shuffle draws its
-        seed now, as a resumed one will, whatever the loop draws in between.
+        """Return the position after the draws so far. Before the first draw, a shuffle draws its
+        seed now, as a resumed pass will, whatever the training loop draws in between.
         """
         if not self._drawn and not self._is_ahead:
             self._generators = generator_states(self._index_sampler, self._generator)
@@ -120,8 +121,8 @@ class Places:
         ) and not any(is_stateful(part) for part in parts)
 
     def draw_first(self) -> None:
-        """Draw the first index now, while torch's default generator has the state for it; unless a
-        sampler has a state or a generator of its own, which would then be ahead, too.
+        """Draw the first index now, while torch's default generator has the right state. Not if a
+        sampler has a state or a generator of its own, which would then be ahead.
         """
         is_own = self._states is not None or _generators(self._index_sampler, self._generator)
         if not (self._drawn or self._is_ahead or is_own):
@@ -137,8 +138,8 @@ class Places:
             self._iterator = itertools.chain([next(self._iterator)], self._iterator)
 
     def _come_to_the_end(self, state: SamplerState) -> None:
-        """Load a state after the last batch: a sampler that ended with that batch is at the next
-        pass already; any other ends at one more request.
+        """Load a state that was taken after the last batch. A sampler that ends with that batch is
+        already at the next pass; any other ends at one more request.
         """
         if next(self._iterator, None) is not None:
             self._iterator = iter(())
@@ -147,7 +148,7 @@ class Places:
     def _states_now(self) -> dict[str, dict[str, Any]] | None:
         parts = {**_parts(self._index_sampler), "iterator": self._iterator}
         states = {
-            name: copy.deepcopy(part.state_dict())  # the sampler may go on using this object
+            name: copy.deepcopy(part.state_dict())  # the sampler may change this object later
             for name, part in parts.items()
             if is_stateful(part)
         }
@@ -155,7 +156,7 @@ class Places:
 
 
 def step_count(index_sampler: Any) -> float:
-    """How many batches a pass has; infinity if unknown."""
+    """Return how many batches a pass has; infinity if unknown."""
     try:
         return len(index_sampler)
     except Exception:  # noqa: BLE001 - the user's method is missing, or exists but only raises
@@ -163,20 +164,20 @@ def step_count(index_sampler: Any) -> float:
 
 
 def epochs_of(index_sampler: Any) -> dict[str, int]:
-    """The current epochs of a loader's samplers."""
+    """Return the current epochs of a loader's samplers."""
     epochs = {name: _epoch_of(part) for name, part in _parts(index_sampler).items()}
     return {name: epoch for name, epoch in epochs.items() if epoch is not None}
 
 
 def set_epochs_of(index_sampler: Any) -> dict[str, int]:
-    """The current epochs, without samplers of torch on which nobody has called set_epoch()."""
+    """Return the current epochs, except of torch's samplers whose set_epoch() was never called."""
     parts, epochs = _parts(index_sampler), epochs_of(index_sampler)
     return {name: epoch for name, epoch in epochs.items() if _was_called(parts[name].set_epoch)}
 
 
 class _SetEpoch:
-    """The set_epoch() of a sampler that torch made. It does not refer to the sampler: a cycle would
-    keep the dataset after its loader is dropped.
+    """The set_epoch() of a sampler that torch made. It does not refer to the sampler: a reference
+    cycle would keep the dataset alive after its loader was dropped.
     """
 
     def __init__(self) -> None:
@@ -188,7 +189,7 @@ class _SetEpoch:
 
 def make_epoch_settable(sampler: Any) -> None:
     """Give a sampler that torch made a set_epoch(), as a DistributedSampler has. It does not change
-    the order: a call shows that the pass whose state was loaded is over.
+    the order; a call shows that the pass whose state was loaded is over.
     """
     sampler.set_epoch = _SetEpoch()
 
@@ -198,7 +199,7 @@ def _was_called(set_epoch: object) -> bool:
 
 
 def explicit_generators(index_sampler: Any, generator: torch.Generator | None) -> dict[str, str]:
-    """The states of the generators that a loader and its samplers were given, in base 64."""
+    """Return the states of the generators that a loader and its samplers were given, as base64."""
     generators = _generators(index_sampler, generator)
     return _all_encoded({name: known.get_state() for name, known in generators.items()})
 
@@ -227,12 +228,12 @@ def load_generators(
 
 
 def default_generator() -> dict[str, str]:
-    """The state of torch's default generator, in base 64."""
+    """Return the state of torch's default generator, as base64."""
     return {_DEFAULT: _encoded(torch.get_rng_state())}
 
 
 def stands_as(state: SamplerState) -> bool:
-    """Whether torch's default generator has the state that was saved, if one was."""
+    """Return whether torch's default generator has the state that was saved, if one was."""
     return state.generators.get(_DEFAULT, "") in {"", _encoded(torch.get_rng_state())}
 
 
@@ -249,15 +250,15 @@ def _all_encoded(states: GeneratorStates) -> dict[str, str]:
 
 
 def _epoch_of(part: Any) -> int | None:
-    """The epoch that a sampler was set to, as torch's DistributedSampler keeps it."""
+    """Return the epoch to which a sampler was set, stored as torch's DistributedSampler does."""
     set_epoch = getattr(part, "set_epoch", None)
     epoch = getattr(set_epoch if isinstance(set_epoch, _SetEpoch) else part, "epoch", None)
     return epoch if callable(set_epoch) and type(epoch) is int else None
 
 
 def _parts(index_sampler: Any) -> dict[str, Any]:
-    """The samplers of an index sampler: itself, the one that a BatchSampler draws from, and what
-    is between them, as accelerate's share of the batches of another BatchSampler.
+    """Return the samplers of an index sampler: itself, the one that a BatchSampler draws from, and
+    any between them, such as accelerate's share of another BatchSampler's batches.
     """
     parts = {"index_sampler": index_sampler}
     for name in ("batch_sampler", "sampler"):
@@ -269,7 +270,7 @@ def _parts(index_sampler: Any) -> dict[str, Any]:
 
 
 def names_of(index_sampler: Any) -> str:
-    """The classes of an index sampler, outermost first: "BatchSampler over RandomSampler"."""
+    """Name the classes of an index sampler, outermost first: "BatchSampler over RandomSampler"."""
     return " over ".join(type(part).__name__ for part in _parts(index_sampler).values())
 
 

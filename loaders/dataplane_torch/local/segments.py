@@ -1,4 +1,4 @@
-"""The delivery arena of one DataLoader worker: grown by it, mapped by the trainer, never named.
+"""The delivery arena of one DataLoader worker: the worker enlarges it, and the trainer maps it.
 
 A worker writes its batches into extents of sealed memfds (segments), which the trainer maps when
 the first extent of one arrives. An extent is one tensor's memory, so that a trainer that keeps the
@@ -8,10 +8,11 @@ Invariants:
 1. An extent that was handed over is written again only after the trainer gave it back.
 2. The trainer gives an extent back once: when no view of it is alive, here or in a child that was
    forked since, and no device reads it.
-3. A worker without a free extent of the needed length grows; it never waits for the training loop.
+3. A worker without a free extent of the needed length makes a new segment; it never waits for the
+   training loop.
 4. Both sides give up a segment that has not been needed for a while.
-5. In a forked child of the trainer nothing is given back: the parent owns it all. The child has the
-   memory of the extents that were alive, and no other.
+5. In a forked child of the trainer nothing is given back, since the parent owns everything. The
+   child has the memory of the extents that were alive, and no other.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ from dataplane.client.mount import NoDevice, Pinning
 
 # One segment of a worker's memory: taken extents, allocated pages, and dead extents.
 #
-# Behind the extents lies one mark byte for every possible start of an extent. The trainer sets it
-# when the extent dies, so that the worker can see this at any time; a first byte says whether any
-# mark is set.
+# After the extents there is one mark byte for every possible start of an extent. The trainer sets
+# it when the extent dies, so that the worker can see this at any time. The first mark byte says
+# whether any mark is set.
 #
-# Pages of a taken extent are allocated; those of free ones only until somebody needs the memory.
-# The trainer makes a mark once, and the worker takes it once.
+# Pages of a taken extent are allocated; those of free extents are kept only until somebody needs
+# the memory. The trainer sets a mark once, and the worker clears it once.
 
 
 def data_bytes(size_bytes: int) -> int:
-    """The bytes of a segment that extents lie in; behind them are the marks."""
+    """Return how many bytes of a segment are for extents; the marks follow them."""
     return size_bytes - rounded(1 + size_bytes // GRANULE_BYTES)
 
 
@@ -54,10 +55,10 @@ def mark_dead(arena: Arena, offset: int) -> None:
 
 
 class Segment:
-    """The worker's side, with room for `length` bytes. With `whole` all of its pages are there from
-    the start, and stay, as memory that is pinned must.
+    """The worker's side, with room for `length` bytes. With `whole`, all of its pages are allocated
+    from the start and stay, as memory that is pinned must.
 
-    Raises:  BudgetTooSmall: the machine, or this container, has no more.
+    Raises:  BudgetTooSmall: the machine, or this container, has no more memory.
     """
 
     def __init__(self, length: int, *, whole: bool) -> None:
@@ -77,11 +78,11 @@ class Segment:
         return self.allocator.free_bytes == self.allocator.size_bytes
 
     def dead(self) -> list[int]:
-        """The starts of the extents that the trainer marked since the last call."""
+        """Return the starts of the extents that the trainer marked since the last call."""
         if not self._marks[0]:
             return []
         self._marks[0] = 0
-        # A copy, since the trainer may mark others meanwhile; those are found the next time.
+        # A copy, since the trainer may set other marks meanwhile; the next call finds those.
         marks = bytes(self._marks[1 : 2 + self.allocator.high_water // GRANULE_BYTES])
         numbers: list[int] = np.flatnonzero(np.frombuffer(marks, np.uint8)).tolist()
         for number in numbers:
@@ -89,7 +90,7 @@ class Segment:
         return [number * GRANULE_BYTES for number in numbers]
 
     def release(self, wanted_bytes: int) -> int:
-        """Give unused pages back until they reach `wanted_bytes`; returns how many bytes."""
+        """Release pages of free extents until `wanted_bytes` are released; return how many were."""
         released = 0
         for offset, length in self.allocator.free_extents():
             if released >= wanted_bytes:
@@ -112,7 +113,7 @@ Bytes = npt.NDArray[np.uint8]
 
 _SMALLEST_BYTES = 1 << 20
 _WINDOW = 64
-# Memory that both sides keep free beyond the recent peak of use.
+# The memory that both sides keep, relative to the recent peak use.
 _SLACK = 1.5
 
 
@@ -126,8 +127,8 @@ class Extent(NamedTuple):
 
 class Segments:
     """A worker's side. `announce(id, fd, size_bytes)` tells the trainer of a new segment,
-    `retire(id)` of one that is gone. With `whole` a segment is allocated at once, as memory that is
-    pinned must be.
+    `retire(id)` of one that is gone. With `whole`, a segment is allocated at once, as memory that
+    is pinned must be.
     """
 
     def __init__(
@@ -145,9 +146,9 @@ class Segments:
         self._unheld: deque[tuple[int, int]] = deque()
 
     def allocate(self, length: int) -> Extent:
-        """Memory for `length` bytes.
+        """Allocate memory of `length` bytes.
 
-        Raises:  BudgetTooSmall: the machine, or this container, has no more.
+        Raises:  BudgetTooSmall: the machine, or this container, has no more memory.
         """
         self._free_dead()
         self._count(rounded(length))
@@ -164,7 +165,7 @@ class Segments:
         return extent
 
     def memory(self, extent: Extent) -> memoryview:
-        """The bytes of an extent, writable."""
+        """Return the bytes of an extent, writable."""
         return self._segments[extent.segment].arena.view(extent.offset, extent.length)
 
     def free(self, segment_id: int, offset: int) -> None:
@@ -204,8 +205,8 @@ class Segments:
         return None
 
     def _reserve(self, extent: Extent) -> None:
-        """Allocate the pages of an extent, and release others, so that there are no more than were
-        in use at once lately.
+        """Allocate the pages of an extent, and release others, so that no more pages are allocated
+        than were recently in use at once.
         """
         segment = self._segments[extent.segment]
         missing = segment.arena.missing_bytes(extent.offset, extent.length)
@@ -271,22 +272,22 @@ class MappedSegments:
         arena = Arena.attach(fd, size_bytes)
         try:
             self._segments[segment_id] = _Mapping(arena, self._pinning)
-        except BaseException:  # torch's handler of SIGCHLD may raise here
+        except BaseException:  # torch's SIGCHLD handler may raise here
             arena.close()
             raise
 
     def detach(self, segment_id: int) -> None:
-        """Forget a segment that the worker gave up; its mapping ends with its last view."""
+        """Forget a segment that the worker gave up; its mapping ends with the last view of it."""
         del self._segments[segment_id]
 
     def take(self, extent: Extent) -> Bytes:
-        """The memory of an extent, which lives as long as this object or a view of it.
+        """Return the memory of an extent, which lives as long as this object or a view of it.
 
         Shapes:  result: uint8[extent.length], writable.
         """
         mapping = self._segments[extent.segment]
         memory: Bytes = np.frombuffer(mapping.arena.view(extent.offset, extent.length), np.uint8)
-        # The mapping is an argument so that it stays, and stays pinned, as long as its extents.
+        # The finalizer refers to the mapping, so that it lives, and stays pinned, with its extents.
         number = forks.born()
         died = weakref.finalize(memory, self._died, mapping, extent, number)
         died.atexit = False
@@ -303,8 +304,8 @@ class MappedSegments:
             self._unused(mapping, offset)
 
     def close(self) -> None:
-        """Forget the segments of a worker that has ended: mappings end with their last views, and
-        nobody overwrites what children may read. May be called twice.
+        """Forget the segments of a worker that has ended. Mappings end with the last view of them,
+        and nobody overwrites what children may read. May be called twice.
         """
         self._segments.clear()
         self._is_closed, self._kept = True, forks.Kept()
@@ -321,7 +322,7 @@ class MappedSegments:
             self._unused(mapping, extent.offset)
 
     def _unused(self, mapping: _Mapping, offset: int) -> None:
-        # The mapping stays, pinned, until no device can read the extent.
+        # The mapping is kept, and pinned, until no device can read the extent.
         self._pinning.when_unread(partial(mapping.mark_dead, offset))
 
 
@@ -330,7 +331,7 @@ class _Mapping:
 
     def __init__(self, arena: Arena, pinning: Pinning) -> None:
         self.arena = arena
-        self.alive: dict[int, tuple[int, int]] = {}  # the extents of it, by number
+        self.alive: dict[int, tuple[int, int]] = {}  # its extents, by number
         _mappings.add(self)
         unpin = pinning.pin(np.frombuffer(arena.view(0, arena.size_bytes), np.uint8))
         weakref.finalize(self, _unpin_and_close, arena, unpin).atexit = False

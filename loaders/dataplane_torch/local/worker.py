@@ -1,7 +1,7 @@
 """A DataLoader worker: the user's dataset and collate function, in a process of their own.
 
-What torch's workers promise holds here: the seeds of random, numpy and torch, `get_worker_info()`,
-one thread, `worker_init_fn` before the dataset is touched, exceptions with their traceback.
+It keeps the promises of torch's workers: the seeds of random, numpy and torch, `get_worker_info()`,
+one thread, `worker_init_fn` before the dataset is used, exceptions with their traceback.
 
 Source:  the seeds and the order of these steps: torch.utils.data._utils.worker._worker_loop.
 """
@@ -34,13 +34,13 @@ from dataplane_torch.torch_private.iteration import fetcher_of
 
 _PARENT_POLL_MS = 5000
 _LAST_WORDS_S = 5.0
-# Allocating memory again takes far less time than this.
+# After this time without work, memory is released: allocating it again takes far less time.
 _IDLE_S = 0.25
 _LONG_IDLE_S = 2.0
 
 
 class Setup(Struct, frozen=True):
-    """A worker's start arguments. `parent_pid` is 0 where a fork server starts it."""
+    """A worker's start arguments. `parent_pid` is 0 if a fork server starts it."""
 
     is_iterable: bool
     dataset: Any
@@ -54,7 +54,7 @@ class Setup(Struct, frozen=True):
     worker_count: int
     shared_seed: int | None
     is_pinned: bool
-    state_every: int  # batches from one state to the next, 0 for only the first
+    state_every: int  # how many batches lie between two states; 0 sends only the first state
     parent_pid: int
 
 
@@ -80,7 +80,7 @@ class Worker:
         try:
             self._run()
         finally:
-            self._fetcher = None  # ends an unfinished iterator: generators run their finally
+            self._fetcher = None  # ends an unfinished iterator, so that generators run `finally`
 
     def _run(self) -> None:
         setup = self._setup
@@ -100,13 +100,13 @@ class Worker:
                 case frames.Begin():
                     self._begin(frame)
                 case frames.Make():
-                    if frame.pass_id == self._inbox.pass_id:  # else nobody waits for it any more
+                    if frame.pass_id == self._inbox.pass_id:  # otherwise the pass is over
                         self._fetch(frame)
                 case frames.Stop():
                     return
 
     def _next_frame(self) -> frames.ToWorker | None:
-        """The next frame. While the worker is idle, it gives unneeded memory back."""
+        """Return the next frame. While the worker is idle, it releases unneeded memory."""
         pause_s: float | None = _IDLE_S
         while True:
             try:
@@ -131,7 +131,7 @@ class Worker:
         self._send_state(frames.Ready(self._pass, state))
 
     def _open(self, state: WorkerState | None) -> None:
-        """The dataset's state first, then its iterator, then the iterator's state."""
+        """Load the dataset's state, then make its iterator, then load the iterator's state."""
         setup = self._setup
         if state is not None and state.dataset is not None:
             self._dataset = load_state(self._dataset, state.dataset)
@@ -200,7 +200,7 @@ class Worker:
             return None
 
     def _state(self, *, is_first: bool = False) -> WorkerState | None:
-        """The dataset's state; None if it has no state_dict()."""
+        """Return the dataset's state; None if it has no state_dict()."""
         fetcher = self._fetcher
         iterator, is_ended = None, False
         if self._setup.is_iterable:
@@ -251,8 +251,8 @@ class Worker:
 
 
 class _Inbox:
-    """Reads frames off the socket as they arrive, so that the trainer never waits to send one, and
-    ends the worker when its trainer dies, whatever the user's code is doing.
+    """Reads frames from the socket as they arrive, so that the trainer never waits to send one.
+    Ends the worker when its trainer dies, whatever the user's code is doing.
     """
 
     def __init__(self, connection: Connection, parent_pid: int) -> None:
@@ -264,7 +264,7 @@ class _Inbox:
         threading.Thread(target=self._read, name="dataplane-inbox", daemon=True).start()
 
     def take(self, timeout_s: float | None) -> frames.ToWorker | None:
-        """The next frame; None when the trainer is gone.
+        """Return the next frame; None if the trainer is gone.
 
         Raises:  queue.Empty: no frame has arrived yet.  Whatever the unpickling of a user's index
         or state raises.
@@ -287,7 +287,7 @@ class _Inbox:
                 self.pass_id = None
             self._frames.put(frame)
         self._frames.put(None)
-        # The trainer is dead. Do not wait for user code that never returns.
+        # The trainer is dead: end soon, even if the user's code never returns.
         threading.Event().wait(_LAST_WORDS_S)
         os._exit(1)
 
@@ -303,7 +303,7 @@ class _Inbox:
 
 
 def work(setup: Setup, connection: Connection, inherited: list[Connection]) -> None:
-    """A worker's main function."""
+    """Run a worker: its main function."""
     try:
         for trainers in inherited:
             trainers.close()
@@ -313,4 +313,4 @@ def work(setup: Setup, connection: Connection, inherited: list[Connection]) -> N
         inbox = _Inbox(connection, setup.parent_pid)
         Worker(setup, connection, inbox).run()
     except (KeyboardInterrupt, BrokenPipeError, ConnectionResetError):
-        pass  # the trainer was interrupted too, or is gone
+        pass  # the trainer was interrupted as well, or is gone

@@ -2,12 +2,12 @@
 
 Invariants:
 1. Tasks go to the workers in turn, and batches come back in that order; with in_order=False each
-   batch comes as soon as it is ready.
+   batch is yielded as soon as it is ready.
 2. At most prefetch_factor batches per worker are in progress or waiting to be taken.
 3. A pass's state covers exactly the batches that it has yielded.
-4. The memory of a parcel is taken once: unpacked, or discarded.
-5. Threads take turns. An exception of a signal's handler that comes while a pass waits changes
-   nothing; elsewhere it leaves the pass torn, and it yields no more. The next one is whole.
+4. The memory of a parcel is taken once: it is unpacked or discarded.
+5. Threads take turns. If a signal handler raises while a pass waits, nothing changes. If it raises
+   elsewhere, the pass is torn, and yields no more batches; the next pass is not affected.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from dataplane_torch.torch_private.memory import pin_memory
 
 class BatchTask(Struct):
     """A batch that a worker makes, and the sampler's position after its index. `make` is set when
-    the memory of its parcel is taken, for a device perhaps before it is due; `raised` is the last
-    error of `make`.
+    the memory of its parcel is taken, which may be before it is due if it is copied to a device.
+    `raised` is the last error of `make`.
     """
 
     worker_id: int
@@ -57,8 +57,8 @@ class BatchTask(Struct):
         copy_stream: CopyStream | None,
         pin: Callable[[Any], Any] | None,
     ) -> Callable[[], Any]:
-        """Take the memory of the parcel. Return a function that makes the batch, or the worker's
-        error; if it raises, it may be called again.
+        """Take the memory of the parcel. Return a function that returns the batch, or raises the
+        worker's error; if it raises, it may be called again.
         """
         if self.make is None:
             unpack = partial(_unpacked, Arrived(made.parcel, mapped), pin)
@@ -68,8 +68,8 @@ class BatchTask(Struct):
         return self.make
 
     def raises_again(self, error: Exception) -> bool:
-        """Whether its batch raises the same error again. An exception from a signal handler does
-        not repeat; an unpickling error does, and is reported once.
+        """Return whether making the batch has raised the same error before. An exception from a
+        signal handler is not raised again; an unpickling error is, and is reported once.
         """
         before, self.raised = self.raised, repr(error)
         return before == self.raised
@@ -107,7 +107,7 @@ class WorkerPass(WorkerPassBase):
         with begin.drawing():
             super().__init__(loader)
             seed = self.shared_seed
-            if begin.is_anew:  # as in torch: samplers and generators are asked twice
+            if begin.is_anew:  # torch asks samplers and generators twice, too
                 begin.remember()
                 super().begin_again(loader, is_first=True)
             self._take_places(begin)
@@ -117,7 +117,7 @@ class WorkerPass(WorkerPassBase):
 
     @property
     def place(self) -> PassPlace:
-        """The state of the pass. Waits for the dataset states that workers send when they start."""
+        """Return the state of the pass. Waits for the states that workers send when they start."""
         if not self._has_states:
             with self._lock:
                 while not self._has_states:
@@ -131,7 +131,7 @@ class WorkerPass(WorkerPassBase):
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process began the pass, rather than the process that forked it."""
+        """Whether this process began the pass; false in a child that was forked since."""
         return self._crew is None or self._crew.is_ours
 
     @property
@@ -151,7 +151,7 @@ class WorkerPass(WorkerPassBase):
             self.close()
 
     def begin_again(self, loader: Any, *, is_first: bool = False) -> None:
-        """Begin the next pass, with the same workers if they live and no frame was cut short."""
+        """Begin the next pass, with the same workers if they live and no frame is incomplete."""
         with self._lock:
             was_torn, self._is_torn = self._is_torn, True
             begin = self._begin(loader, None, {})
@@ -168,8 +168,8 @@ class WorkerPass(WorkerPassBase):
             self._is_torn = False
 
     def _rehired(self) -> bool:
-        """Replace workers that were ended by an interrupt of the pass before, which this one saw
-        too late; False if they ended otherwise. The new ones get the same tasks.
+        """Replace workers that an interrupt of the previous pass ended, which was noticed only now.
+        The new ones get the same tasks. Returns False if the workers ended in another way.
         """
         crew, loader, may = self._crew, self._loader(), self._may_rehire
         self._may_rehire = False
@@ -270,7 +270,7 @@ class WorkerPass(WorkerPassBase):
         try:
             return super().__next__()
         except StopIteration:
-            if self._tasks and not self._is_closed:  # the dataset's own
+            if self._tasks and not self._is_closed:  # raised by the dataset
                 raise
             if not self.beginning.place.is_finished and not self._is_closed:
                 self.beginning.finish()
@@ -279,7 +279,7 @@ class WorkerPass(WorkerPassBase):
             raise
 
     def next_batch(self) -> Any:
-        """Return the next batch once its worker has made it."""
+        """Return the next batch when its worker has made it."""
         if self._is_closed:
             raise StopIteration
         deadline = time.monotonic() + self.timeout_s if self.timeout_s > 0 else None
@@ -294,7 +294,7 @@ class WorkerPass(WorkerPassBase):
                 raise RuntimeError(f"DataLoader timed out after {self.timeout_s} seconds")
 
     def _answered(self) -> int | None:
-        """The task of the next batch, if it is ready. Skips tasks that got no batch."""
+        """Return the task of the next batch, if it is ready. Skips tasks without a batch."""
         for task_id in list(self._tasks) if not self._in_order else itertools.count(self._next_out):
             task = self._tasks.get(task_id)
             if task is None or (task.answer is None and self._in_order):
@@ -316,7 +316,7 @@ class WorkerPass(WorkerPassBase):
         task = self._tasks[task_id]
         make, was_reported = self._take(task), False
         batch: Any = None
-        self._is_torn = False  # whatever raises here is tried again
+        self._is_torn = False  # whatever raises from here on is tried again
         try:
             batch = make()
         except Exception as error:
@@ -341,25 +341,25 @@ class WorkerPass(WorkerPassBase):
         assert self._crew is not None
         mapped, made = self._crew.mapped[task.worker_id], cast("frames.Made", task.answer)
         pin = None
-        if self.is_pinning and self._copy_stream is None:  # else it is pinned as it lies
+        if self.is_pinning and self._copy_stream is None:  # otherwise its memory is pinned already
             pin = functools.partial(pin_memory, device=self.pinned_for)
         return task.take(made, mapped, self._copy_stream, pin)
 
     def _look_ahead(self) -> None:
-        """Begin to copy the next batch, if it has arrived. Waits for nothing; an error is raised
-        when that batch is due.
+        """Begin to copy the next batch, if it has arrived. Never waits; errors are raised when that
+        batch is due.
         """
         task = self._next_made()
         if task is None:
-            with contextlib.suppress(RuntimeError):  # a worker died: the wait for its batch raises
+            with contextlib.suppress(RuntimeError):  # waiting for a dead worker's batch raises it
                 self._hear(0.0, rests=False)
             task = self._next_made()
         if task is not None and isinstance(sending := self._take(task), Sending):
             sending.begin()
 
     def _next_made(self) -> BatchTask | None:
-        """Return the next answer, without changes; a batch that is a worker's error does
-        not count.
+        """Return the task of the next batch that has arrived, without changing anything; None if
+        its worker sent an error.
         """
         for task in self._tasks.values():
             if isinstance(task.answer, frames.Made):
@@ -377,7 +377,7 @@ class WorkerPass(WorkerPassBase):
         elif task.sampler is not None:
             self._furthest = max(self._furthest, (task_id, task.sampler), key=lambda pair: pair[0])
             last, reached = self._furthest
-            # Indices that were drawn before, and whose batches are still in progress.
+            # Indices that were drawn earlier, but whose batches are still being made.
             missing = tuple(other.index for i, other in self._tasks.items() if i < last)
             place.sampler = replace(reached, missing=missing + reached.missing)
         if state is not None:
@@ -404,7 +404,7 @@ class WorkerPass(WorkerPassBase):
             self._next_task += 1
 
     def _next_worker(self) -> int | None:
-        """The worker whose turn it is; None if no worker has samples left."""
+        """Return the worker whose turn it is; None if no worker has samples left."""
         active = sum(self._is_active)
         for _ in range(2 * self.worker_count):
             if not active:
@@ -421,8 +421,8 @@ class WorkerPass(WorkerPassBase):
         return sum(task.worker_id == worker_id and task.answer is None for task in tasks)
 
     def _hear(self, deadline: float | None, *, rests: bool) -> bool:
-        """Take the workers' messages; return False if the deadline came first. `rests`: no batch is
-        being handed over, so an interrupt of the wait leaves the pass whole.
+        """Process the workers' messages; return False if the deadline came first. `rests` means
+        that no batch is being handed over, so that an interrupt of the wait does not tear the pass.
 
         Raises:  RuntimeError: a worker died.
         """

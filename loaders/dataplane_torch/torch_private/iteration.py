@@ -1,6 +1,6 @@
 """torch's DataLoader and its iterators: base classes, and the attributes that we read.
 
-A pass must derive from torch's iterators. Loops, profilers and frameworks check for them, and
+A pass must derive from torch's iterators, since loops, profilers and frameworks check for that, and
 datasets and samplers depend on the seeds that their constructors draw, and on the order of draws.
 """
 
@@ -39,15 +39,15 @@ class DatasetFetcher(Protocol):
     """torch.utils.data._utils.fetch._MapDatasetFetcher or _IterableDatasetFetcher: reads the
     samples of one batch from a dataset, and collates them.
 
-    Only the second has `dataset_iter`, the dataset's iterator, and `ended`, True once that iterator
-    has no more samples. Both may be set.
+    Only the latter has `dataset_iter`, the dataset's iterator, and `ended`, which is True once the
+    iterator has no more samples. Both may be set.
     """
 
     dataset_iter: Any
     ended: bool
 
     def fetch(self, possibly_batched_index: Any) -> Any:
-        """The batch for an index, or for a list of indices.
+        """Return the batch for an index, or for a list of indices.
 
         Raises:  StopIteration: an iterable dataset has ended.  Whatever the dataset raises.
         """
@@ -105,7 +105,7 @@ class LoaderBase(torch.utils.data.DataLoader[_T_co]):
         return self._new_pass()
 
     def __getstate__(self) -> dict[str, Any]:
-        """A loader is pickled without its iterator."""
+        """Pickle a loader without its iterator."""
         return {**self.__dict__, "_iterator": None}
 
 
@@ -129,7 +129,7 @@ def told_length(loader: Any) -> int | None:
 
 
 def _attribute(name: str) -> Any:
-    """A property that reads and sets an attribute of torch's."""
+    """Return a property that reads and sets an attribute of torch's."""
 
     def put(torch_pass: object, value: Any) -> None:
         setattr(torch_pass, name, value)

@@ -8,7 +8,7 @@ import torch.distributed
 
 
 def current_mesh() -> Any:
-    """The mesh of the innermost `with mesh:` of this thread, or None.
+    """Return the mesh of the innermost `with mesh:` of this thread, or None.
 
     Source:  torch.distributed.device_mesh._mesh_resources.mesh_stack, torch 2.6 to 2.13. Without
     it, as in a torch without distributed, no mesh is entered.
@@ -19,7 +19,7 @@ def current_mesh() -> Any:
 
 
 def whole_mesh(mesh: Any) -> Any:
-    """The mesh that this one was cut from; None if it was cut from none, or torch does not tell."""
+    """Return the mesh that this one was cut from; None if it is whole, or if torch does not say."""
     of_mesh = getattr(mesh, "_get_root_mesh", None)
     if of_mesh is None:
         module = getattr(torch.distributed, "device_mesh", None)

@@ -1,4 +1,4 @@
-"""Raises one error for every private name that this torch lacks."""
+"""Raise one error for every private name that this torch lacks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def require(owner: object, *names: str) -> None:
 
 
 def _path(owner: object) -> str:
-    """The dotted name by which a reader finds it in torch's source."""
+    """Return the dotted name of an object, as in torch's source."""
     if inspect.ismodule(owner):
         return owner.__name__
     kind = owner if isinstance(owner, type) else type(owner)

@@ -1,4 +1,4 @@
-"""Functions that torch's worker processes run, and those with which their parent watches them."""
+"""Functions that torch's worker processes run, and functions by which their parent watches them."""
 
 from __future__ import annotations
 
@@ -89,15 +89,15 @@ def set_worker_info(worker_id: int, worker_count: int, seed: int, dataset: Any) 
 
 
 def end_queues_at_exit() -> None:
-    """Let a worker of torch's DataLoader that was started by spawn end normally. Python aborts a
-    process that exits while a thread is inside of torch, and there the thread of
-    multiprocessing.Queue that pickles tensors often is: torch closes the queue, but does not wait.
+    """Make a worker of torch's DataLoader that was started by spawn end normally. Python aborts a
+    process that exits while a thread is inside of torch. The thread of multiprocessing.Queue that
+    pickles tensors often is: torch closes the queue, but does not wait for it.
     """
     atexit.register(_join_feeders)
 
 
 def _join_feeders() -> None:
     for thread in threading.enumerate():
-        # One that still runs then waits for a pipe that nobody reads: it is not inside of torch.
+        # If it is still running after that, it waits for a pipe that nobody reads: not in torch.
         if thread.name == _FEEDER:
             thread.join(_FEEDER_S_MAX)
