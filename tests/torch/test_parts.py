@@ -205,7 +205,7 @@ def test_columns_that_a_rank_cannot_have_are_refused() -> None:
     for parts, said in (
         (
             RankParts(("label",)),
-            "columns_by_stage names 'label', and the columns .* are tokens, lists",
+            "columns_by_stage names 'label', but the columns .* are tokens, lists",
         ),
         (RankParts(None, ("label",)), "sequence_part names 'label'"),
         (RankParts(None, ("weight",)), "'weight', which has no sequence"),
