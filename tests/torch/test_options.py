@@ -168,7 +168,7 @@ def test_other_collections_are_datasets_as_they_were():
     [
         ("s3:bucket/x.parquet", "did you mean s3://bucket/x.parquet"),
         ("pipe:curl https://h/a.tar", "is a command, which is not run: pass the urls"),
-        ("a\udcff.parquet", "is not UTF-8"),
+        ("a\udcff.parquet", "is not valid UTF-8"),
         ("a\0.parquet", "NUL|no file"),
         ("x" * 300 + ".parquet", "there is no file"),
     ],
