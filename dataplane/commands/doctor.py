@@ -99,7 +99,9 @@ class DoctorJob:
 @click.option("--steps", type=_POSITIVE, help="Stop after this many batches.")
 @format_option
 @workers_option
-@setting_options("listen", "join", "state_dir", *SECURITY_SETTINGS, *NODE_SETTINGS)
+@setting_options(
+    "listen", "join", "metrics_listen", "state_dir", *SECURITY_SETTINGS, *NODE_SETTINGS
+)  # fmt: skip
 @json_option
 @interruptible
 def doctor(

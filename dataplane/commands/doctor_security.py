@@ -42,9 +42,11 @@ def checks(settings: Settings) -> list[Check]:
     listen = parse(str(values["listen"]))
     is_open = _is_far(str(values["listen"]))
     is_far = is_open or any(_is_far(str(values[name])) for name in ("join", "data_listen"))
+    shown = str(values["metrics_listen"])
     return [
         _token(security, str(values["state_dir"])),
-        _listener(security, listen, is_open=is_open),
+        _listener("coordinator", security, listen, is_open=is_open),
+        *([_listener("metrics", security, parse(shown), is_open=_is_far(shown))] if shown else []),
         _neighbours(
             security, str(values["data_listen"]), peer_tls=bool(values["peer_tls"]), is_far=is_far
         ),
@@ -76,22 +78,24 @@ def _token(security: Security, state_dir: str) -> Check:
     return Check("token", f"{told}, {what}", "; ".join(advice))
 
 
-def _listener(security: Security, listen: TcpAddress | UnixAddress, *, is_open: bool) -> Check:
+def _listener(
+    what: str, security: Security, listen: TcpAddress | UnixAddress, *, is_open: bool
+) -> Check:
     if isinstance(listen, UnixAddress):
-        return Check("coordinator", f"{listen.target}: processes of the same user")
+        return Check(what, f"{listen.target}: processes of the same user")
     has_own = security.tls is not None and bool(security.tls.files.cert)
     how = "TLS and a token" if has_own else "a token"
     if not is_open:
-        return Check("coordinator", f"{listen.target}: users of this host, with {how}")
+        return Check(what, f"{listen.target}: users of this host, with {how}")
     if has_own:
-        return Check("coordinator", f"{listen.target}: the network, with {how}")
+        return Check(what, f"{listen.target}: the network, with {how}")
     if security.insecure:
         advice = (
             "anyone who can read the network's traffic learns the token: give tls_cert and tls_key"
         )
-        return Check("coordinator", f"{listen.target}: the network, in plain text", advice)
+        return Check(what, f"{listen.target}: the network, in plain text", advice)
     advice = "give tls_cert and tls_key, or listen on 127.0.0.1"
-    return Check("coordinator", f"{listen.target}: does not start without TLS", advice)
+    return Check(what, f"{listen.target}: does not start without TLS", advice)
 
 
 def _is_far(address: str) -> bool:

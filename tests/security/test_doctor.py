@@ -45,6 +45,9 @@ def test_the_default_is_closed_and_nothing_is_made(examined, tmp_path):
     assert "a free port: to nodes with the key of the job" in found["neighbours"][0]
     assert "lends blocks at 7078:" in examined("--data-listen", ":7078")["neighbours"][0]
     assert examined("--data-listen", "none")["neighbours"] == ("none", "")
+    assert "metrics" not in found
+    shown = examined("--metrics-listen", ":9464")["metrics"]
+    assert shown == ("127.0.0.1:9464: users of this host, with a token", "")
     assert not (tmp_path / "state").exists()
     assert "of the same user" in examined("--listen", "unix:/run/x.sock")["coordinator"][0]
     assert run(["doctor", "--security"]) == 0
@@ -77,6 +80,7 @@ def test_what_is_open_or_old_is_told_with_what_to_do(examined, tmp_path):
     assert "tls_cert" in found["coordinator"][1]
     assert "the-token" not in str(found)
     assert "does not start" in examined(*given)["coordinator"][0]
+    assert "tls_cert" in examined("--metrics-listen", "0.0.0.0:1", "--insecure")["metrics"][1]
     old = Authority.made().write(tmp_path, "old", lasts=dt.timedelta(hours=-1))
     found = examined(*given, *tls(old))
     assert "it has ended" in found["tls_cert"][1]
