@@ -152,7 +152,7 @@ def _local(given: Given) -> Iterator[Row]:
 def _s3(given: Given) -> Iterator[Row]:
     """From a server with cores of its own, where there are enough."""
     is_large = len(os.sched_getaffinity(0)) >= LARGE_HOST and not given.is_quick
-    return _bench(given, ["tokens/s3-cold", "images/s3-cold"], 4.0 if is_large else given.scale)
+    return _bench(given, ["tokens/s3-cold"], 4.0 if is_large else given.scale)
 
 
 def _bench(given: Given, scenarios: list[str], scale: float) -> Iterator[Row]:
@@ -181,7 +181,7 @@ def _bench(given: Given, scenarios: list[str], scale: float) -> Iterator[Row]:
 
 
 def _copies(given: Given) -> Iterator[Row]:
-    yield from given.rows_of("device.py", "copies", "--seconds", "4")
+    yield from given.rows_of("device.py", "copies", "--seconds", "4", "--batches", "16")
 
 
 def _training(given: Given) -> Iterator[Row]:
@@ -189,13 +189,13 @@ def _training(given: Given) -> Iterator[Row]:
 
 
 PARTS: Mapping[str, tuple[Part, float]] = {
-    "workers": (_workers, 70.0),
-    "waits": (_waits, 50.0),
+    "workers": (_workers, 50.0),
+    "waits": (_waits, 45.0),
     "store": (_store, 20.0),
-    "local": (_local, 90.0),
-    "s3": (_s3, 120.0),
-    "copies": (_copies, 45.0),
-    "training": (_training, 85.0),
+    "local": (_local, 85.0),
+    "s3": (_s3, 160.0),
+    "copies": (_copies, 35.0),
+    "training": (_training, 90.0),
 }
 """Each with its limit in seconds: eight minutes in all."""
 NEEDS_GPU = ("copies", "training")

@@ -116,7 +116,7 @@ def test_leaving_a_pass_early_frees_device_memory(expected) -> None:
         state = loader.state_dict()
         assert state["cursor"] == 10 * SIZE
         mount = loader._shards._session.mount()
-    wait_until(lambda: not mount._held)
+    wait_until(lambda: mount.held_bytes == 0)
 
 
 def test_memory_of_the_host_goes_back_while_a_long_step_computes(expected) -> None:
