@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from dataplane.security.node_identity import NodeIdentity
     from dataplane.security.security import Security
 
+    Show = Callable[[Callable[[], Iterable[Reading]]], None]
+
 DRAIN_S = 5.0
 
 _trace = Trace("serve")
@@ -149,8 +151,8 @@ async def _run(service: ServeRole, notices: Notices, reload: Callable[[], str]) 
     with handled_signals(stop, notices, reload) as received:
         try:
             identity = own_identity()
-            async with _coordination(service, identity) as (coordination, joined):
-                with _metrics(service, coordination) as show:
+            with _metrics(service) as show:
+                async with _coordination(service, identity, show) as (coordination, joined):
                     if service.node is None:
                         notices.ready(f"coordinator {joined}")
                         await stop.wait()
@@ -209,7 +211,7 @@ def _configure_log(context: click.Context) -> None:
 
 @asynccontextmanager
 async def _coordination(
-    service: ServeRole, identity: NodeIdentity
+    service: ServeRole, identity: NodeIdentity, show: Show
 ) -> AsyncIterator[tuple[Coordination, str]]:
     """Yield the coordinator of this process, or the one that its node joins, and its address."""
     # Before gRPC is imported: it writes a line for each TLS handshake that fails, without a limit
@@ -237,6 +239,7 @@ async def _coordination(
     )
     server = CoordinatorServer(config, service.listen, service.security)
     listening = await server.start()
+    show(server.coordinator.readings)
     _announce(f"coordinator {listening}")
     grace_s = DRAIN_S
     try:
@@ -249,21 +252,14 @@ async def _coordination(
 
 
 @contextmanager
-def _metrics(
-    service: ServeRole, coordination: Coordination
-) -> Iterator[Callable[[Callable[[], Iterable[Reading]]], None]]:
-    """Show metrics, if asked to: those of our own coordinator, and what is given to the function
-    that this yields.
-    """
+def _metrics(service: ServeRole) -> Iterator[Show]:
+    """Open the port of metrics, if there is one; yield the function that adds readings to it."""
     if not service.metrics_listen:
         yield lambda _: None
         return
-    from dataplane.coordinator.front import Coordinator
     from dataplane.metrics.server import MetricsServer
 
     with closing(MetricsServer(service.metrics_listen, service.security)) as server:
-        if isinstance(coordination, Coordinator):
-            server.add(coordination.readings)
         server.start()
         yield server.add
 
@@ -275,7 +271,7 @@ async def _run_node(
     identity: NodeIdentity,
     stop: asyncio.Event,
     ready: Callable[[], None],
-    show: Callable[[Callable[[], Iterable[Reading]]], None],
+    show: Show,
 ) -> None:
     from dataplane.node.server import run_node
     from dataplane.rpc import names, sockets

@@ -27,7 +27,7 @@ from prometheus_client.core import (
     HistogramMetricFamily,
     Metric,
 )
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from dataplane.base.meters import BOUNDS_S, Durations
@@ -49,6 +49,7 @@ _READ_S = 10.0
 _COUNT_MAX = 32
 _HEAD_BYTES_MAX = 16 << 10
 _PATH = "/metrics"
+_FORM = "text/plain; version=0.0.4; charset=utf-8"
 _BUCKETS = (*map(str, BOUNDS_S), "+Inf")
 
 Read = Callable[[], Iterable[Reading]]
@@ -178,15 +179,15 @@ class MetricsServer:
                 )
                 writer = asyncio.StreamWriter(transport, protocol, reader, self._loop)
                 head = await reader.readuntil(b"\r\n\r\n")
-            status, body, plain = HTTPStatus.OK, b"", CONTENT_TYPE_PLAIN_0_0_4
+            status, body, form = HTTPStatus.OK, b"", _FORM
             try:
                 self._check(head, writer, peer)
                 async with self._scraping:
                     body = await self._scrape()
             except _Refused as refused:
                 status, body = refused.status, f"{refused.why}\n".encode()
-                plain = "text/plain; charset=utf-8"
-            writer.write(_head(status, plain, len(body)) + body)
+                form = "text/plain; charset=utf-8"
+            writer.write(_head(status, form, len(body)) + body)
             async with asyncio.timeout(_REQUEST_S):
                 await writer.drain()
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
