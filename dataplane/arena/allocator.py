@@ -96,7 +96,7 @@ class Allocator:
 
     def free_extents(self) -> list[tuple[int, int]]:
         """(offset, length) of the free extents, the longest first."""
-        return sorted(self._lengths.items(), key=lambda each: (-each[1], each[0]))
+        return sorted(self._lengths.items(), key=lambda extent: (-extent[1], extent[0]))
 
     def _remove(self, at: int) -> int:
         length = self._lengths.pop(at)

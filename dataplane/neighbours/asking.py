@@ -110,29 +110,31 @@ class Names:
 
         Raises:  ConfigError: it has no address.  TimeoutError.
         """
-        found = address if _is_number(address.host) else self._named(address, timeout_s)
-        family = socket.AF_INET6 if ":" in found.host else socket.AF_INET
-        return family, (found.host, found.port)
+        numeric = address if _is_number(address.host) else self._named(address, timeout_s)
+        family = socket.AF_INET6 if ":" in numeric.host else socket.AF_INET
+        return family, (numeric.host, numeric.port)
 
     def _named(self, address: TcpAddress, timeout_s: float) -> TcpAddress:
         now = time.monotonic()
         with self._lock:
-            since, found = self._known.get(address, (now, None))
-            if found is None or (found.done() and (found.exception() or now - since > KEPT_S)):
-                found = concurrent.futures.Future()
-                self._known[address] = now, found
-                thread = threading.Thread(target=self._find, args=(address, found), daemon=True)
+            since, resolved = self._known.get(address, (now, None))
+            if resolved is None or (
+                resolved.done() and (resolved.exception() or now - since > KEPT_S)
+            ):
+                resolved = concurrent.futures.Future()
+                self._known[address] = now, resolved
+                thread = threading.Thread(target=self._find, args=(address, resolved), daemon=True)
                 thread.start()
         try:
-            return found.result(timeout_s)
+            return resolved.result(timeout_s)
         except concurrent.futures.TimeoutError:
             raise TimeoutError from None
 
-    def _find(self, address: TcpAddress, found: Found) -> None:
+    def _find(self, address: TcpAddress, future: Found) -> None:
         try:
-            found.set_result(self._look_up(address))
+            future.set_result(self._look_up(address))
         except ConfigError as error:
-            found.set_exception(error)
+            future.set_exception(error)
 
 
 class SlabAsk(Struct, frozen=True):

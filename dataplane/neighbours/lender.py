@@ -160,7 +160,7 @@ class Lender:
             return 0.0
         next_deadline = self._due[0][0] if self._due else None
         due = [next_deadline, self._entrance.open_at, entrance.trace.due_at]
-        at = min(one for one in due if one is not None)
+        at = min(moment for moment in due if moment is not None)
         return max(0.0, at - time.monotonic()) if at < math.inf else None
 
     def _accept(self) -> None:

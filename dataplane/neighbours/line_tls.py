@@ -84,14 +84,14 @@ class LineTls:
             if self._certificates is None:
                 self._certificates = Certificates(self._files)
             pems, version = self._certificates.current()
-            found = self._contexts
-            if found is None or found.version != version:
+            contexts = self._contexts
+            if contexts is None or contexts.version != version:
                 lender, asker = (
                     _context(pems, kind)
                     for kind in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT)
                 )
-                found = self._contexts = _Contexts(version, lender, asker)
-            return found
+                contexts = self._contexts = _Contexts(version, lender, asker)
+            return contexts
 
 
 def why_refused(error: ssl.SSLError) -> str:

@@ -32,14 +32,14 @@ _ENCRYPT_BYTES = 256 << 10
 def fits(request: Request, give: Give, arena_bytes: int) -> bool:
     """Whether this may be sent for this request, from an arena of this size."""
     regions = (give.region, *give.more)
-    if any(each.offset + each.length > arena_bytes for each in regions):
+    if any(region.offset + region.length > arena_bytes for region in regions):
         return False
     if request.form is BlockForm.SLAB:
         is_one = not give.more and give.region.length <= request.length
         return is_one and len(give.note) <= NOTE_BYTES_MAX
     if give.arena_id != tasks.BLOCK_ARENA and request.dataset != NO_DATASET:
         return False
-    length = sum(each.length for each in regions)
+    length = sum(region.length for region in regions)
     if request.count > 1:
         # The asker knows how long the blocks are that the note names.
         return length <= request.length and len(give.ends) == request.count
@@ -55,7 +55,7 @@ class SentPayload:
         self.borrowed = borrowed
         self._arena = borrowed.arena
         regions = (give.region, *give.more)
-        self._bytes = sum(each.length for each in regions)
+        self._bytes = sum(region.length for region in regions)
         self._number, self._give = request.number, give
         self._checked = _Progress(regions)
         self._crc32c: int = google_crc32c.value(give.note)
@@ -131,7 +131,7 @@ class _Progress:
     """The progress through these regions, one after the other."""
 
     def __init__(self, regions: Sequence[Region]) -> None:
-        self._left = [each for each in reversed(regions) if each.length]
+        self._left = [region for region in reversed(regions) if region.length]
 
     @property
     def is_over(self) -> bool:

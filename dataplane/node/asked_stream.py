@@ -206,7 +206,7 @@ class AskedStream:
     def look(self, now: float) -> None:
         """Handle a tick: refuse old requests, and release old slabs."""
         self._now = now
-        self._waiting = [each for each in self._waiting if not self._is_late(each[0])]
+        self._waiting = [request for request in self._waiting if not self._is_late(request[0])]
         for first, asks in list(self._asks.items()):
             self._asks[first] = [ask for ask in asks if not self._is_late(ask)]
             if not self._asks[first]:
@@ -261,7 +261,7 @@ class AskedStream:
         """Have these steps made, unless they are in progress; return False if they do not exist."""
         assert self._walk is not None
         first = steps.first
-        for other in [each for each in self._walk.fed if each.first == first]:
+        for other in [plan for plan in self._walk.fed if plan.first == first]:
             if other.count > steps.count:
                 self._take_back(other)
         if self._outstanding[first]:
@@ -431,7 +431,7 @@ class MakingPlace(Struct, eq=False):
 
     def drop(self, stream: AskedStream) -> None:
         """Drop a stream that failed: the next request for it tries again."""
-        for key in [key for key, each in self.streams.items() if each is stream]:
+        for key in [key for key, open_stream in self.streams.items() if open_stream is stream]:
             self.close_stream(key)
 
     @property

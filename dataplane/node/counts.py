@@ -95,10 +95,10 @@ class CategoryReader:
         """
         known = {name: manifest.categories[name] for name in columns if name in manifest.categories}
         others = [name for name in columns if name not in known]
-        found = {**known, **await asyncio.to_thread(self._remembered, manifest, others)}
-        missing = tuple(name for name in columns if name not in found)
+        categories = {**known, **await asyncio.to_thread(self._remembered, manifest, others)}
+        missing = tuple(name for name in columns if name not in categories)
         if not missing:
-            return found
+            return categories
         if not self._config.has_workers:
             raise ConfigError(
                 f"columns {', '.join(missing)} are wanted as codes. A node finds their values with "
@@ -113,7 +113,7 @@ class CategoryReader:
             await asyncio.to_thread(self._remember, manifest, values)
             return values
 
-        return {**found, **await self._passes.of((manifest.fingerprint, missing), read)}
+        return {**categories, **await self._passes.of((manifest.fingerprint, missing), read)}
 
     async def _read(
         self, manifest: Manifest, columns: tuple[str, ...], work: LongWork
@@ -124,12 +124,12 @@ class CategoryReader:
         dataset = await asyncio.to_thread(
             dataset_of, self._reads.new_dataset_id(), manifest, spec, worker_bytes=worker_bytes
         )
-        specs = [each for each in dataset.columns.specs if each.name in set(columns)]
+        specs = [spec for spec in dataset.columns.specs if spec.name in set(columns)]
         leaves = dataset.columns.leaves.leaves
         types = {leaf.name: canonical_type(leaf.type) for leaf in leaves}
-        values = {each.name: DistinctValues(each.name, types[each.name]) for each in specs}
-        told = {"columns": list(columns), "samples": manifest.sample_count}
-        _trace.noted("finding the values of columns", **told)
+        values = {column.name: DistinctValues(column.name, types[column.name]) for column in specs}
+        facts = {"columns": list(columns), "samples": manifest.sample_count}
+        _trace.noted("finding the values of columns", **facts)
         rows = max(1, min(_SLAB_BYTES // dataset.row_bytes, _ROWS_MAX))
         spec = structs.replace(spec, global_batch=rows)
         order = await asyncio.to_thread(Order, dataset.manifest.block_rows, 0, False, 1, 1, 0)
@@ -140,17 +140,19 @@ class CategoryReader:
                 await asyncio.to_thread(_add, values, dataset.columns.specs, slab, content)
                 done += sum(batch.rows for batch in slab.batches)
                 work.advance(done, manifest.sample_count)
-        found = {name: await asyncio.to_thread(one.in_order) for name, one in values.items()}
-        counts = {name: len(one) for name, one in found.items()}
-        _trace.noted("found the values of columns", **told, values=counts)
-        return found
+        categories = {
+            name: await asyncio.to_thread(values_of.in_order) for name, values_of in values.items()
+        }
+        counts = {name: len(values_of) for name, values_of in categories.items()}
+        _trace.noted("found the values of columns", **facts, values=counts)
+        return categories
 
     def _path(self, manifest: Manifest, column: str) -> Path:
         name = digest(_VERSION, manifest.fingerprint, column)
         return Path(self._config.cache_dir) / "categories" / f"{name}.values"
 
     def _remembered(self, manifest: Manifest, columns: Sequence[str]) -> dict[str, pa.Array]:
-        found = {}
+        remembered = {}
         for column in columns:
             path = self._path(manifest, column)
             try:
@@ -161,14 +163,14 @@ class CategoryReader:
                 path.unlink(missing_ok=True)
                 continue
             with pa.ipc.open_stream(pa.py_buffer(body)) as reader:
-                found[column] = reader.read_next_batch().column(0)
-        return found
+                remembered[column] = reader.read_next_batch().column(0)
+        return remembered
 
-    def _remember(self, manifest: Manifest, found: Categories) -> None:
+    def _remember(self, manifest: Manifest, categories: Categories) -> None:
         folder = Path(self._config.cache_dir) / "categories"
         with cache_faults(folder):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            for column, values in found.items():
+            for column, values in categories.items():
                 publish(self._path(manifest, column), sealed(stream_of(values)))
             paths = sorted(folder.glob("*.values"), key=written_at)
             for path in paths[:-_FILES_KEPT]:
@@ -263,10 +265,12 @@ def _texts(slab: Slab, column: Column, content: bytes) -> Iterator[pa.Array]:
     for i, batch in enumerate(slab.batches):
         if not batch.rows:
             continue
-        found = texts(np.frombuffer(content, np.uint8), column, i, batch.rows)
-        buffers = [None, pa.py_buffer(found.offsets), pa.py_buffer(found.values)]
+        decoded = texts(np.frombuffer(content, np.uint8), column, i, batch.rows)
+        buffers = [None, pa.py_buffer(decoded.offsets), pa.py_buffer(decoded.values)]
         array = pa.Array.from_buffers(pa.large_binary(), batch.rows, buffers)
-        yield array if found.valid.all() else array.filter(pa.array(found.valid.astype(np.bool_)))
+        yield (
+            array if decoded.valid.all() else array.filter(pa.array(decoded.valid.astype(np.bool_)))
+        )
 
 
 # -- packs of blocks -------------------------------------------------------------------------------
@@ -353,8 +357,8 @@ class PackCounter:
         if counts is None:
             with LongWork("counting packs", urls, "blocks", _ADVICE) as work:
                 work.advance(0, manifest.block_count)
-                asked = (manifest, view, view.pack, seed)
-                counts, dataset = await self._counted(*asked, name, work)
+                key = (manifest, view, view.pack, seed)
+                counts, dataset = await self._counted(*key, name, work)
         try:
             if not counts[:, 1].any():
                 raise _no_packs(manifest, view.pack, packing_in(counts))
@@ -373,9 +377,9 @@ class PackCounter:
             return counts_name(manifest, view, 0, "")
         spec = JobSpec(manifest.fingerprint, seed, view=view)
         with LongWork(f"calling map={view.map!r} over the first rows", urls, "rows"):
-            found = await self._mapped_reader.of_job(manifest, spec)
-        assert found is not None
-        return counts_name(manifest, view, seed if found.takes_generator else 0, found.code)
+            mapped = await self._mapped_reader.of_job(manifest, spec)
+        assert mapped is not None
+        return counts_name(manifest, view, seed if mapped.takes_generator else 0, mapped.code)
 
     async def _counted(
         self,
@@ -420,8 +424,8 @@ class PackCounter:
         except BaseException:
             self._reads.forget(dataset)
             raise
-        told = {"column": pack.column, "rows": manifest.sample_count, "blocks": len(counts)}
-        _pack_trace.noted("counted packs", **told, **asdict(packing_in(counts)))
+        facts = {"column": pack.column, "rows": manifest.sample_count, "blocks": len(counts)}
+        _pack_trace.noted("counted packs", **facts, **asdict(packing_in(counts)))
         return counts, dataset
 
     async def _read(self, dataset: Dataset, spec: JobSpec, name: str, work: LongWork) -> Int64:
@@ -480,16 +484,16 @@ def counted_before(manifest: Manifest, name: str, cache_dir: str) -> Int64 | Non
     return known if known is not None and len(known) == manifest.block_count else None
 
 
-def _no_packs(manifest: Manifest, pack: PackSpec, found: Packing) -> ConfigError:
-    if not found.tokens:
+def _no_packs(manifest: Manifest, pack: PackSpec, packing: Packing) -> ConfigError:
+    if not packing.tokens:
         advice = "name rows that have some"
-    elif found.short_documents:
+    elif packing.short_documents:
         advice = "choose a longer length, or another value of long="
     else:
         advice = "choose a shorter length, or make blocks larger"
     return ConfigError(
-        f"the {manifest.sample_count} rows of {named(manifest.urls)} have {found.tokens} tokens in"
-        f" column {pack.column!r}, which fill no pack of {pack.length}: {advice}",
+        f"the {manifest.sample_count} rows of {named(manifest.urls)} have {packing.tokens} tokens "
+        f"in column {pack.column!r}, which fill no pack of {pack.length}: {advice}",
         field="pack",
     )
 

@@ -140,7 +140,7 @@ class Datasets:
 
     def forget(self, dataset: Dataset) -> None:
         """Forget a dataset that has no readers left."""
-        self._read = {key: each for key, each in self._read.items() if each is not dataset}
+        self._read = {key: other for key, other in self._read.items() if other is not dataset}
 
     def _plan(
         self,
@@ -220,18 +220,21 @@ def requests_of(request: OpenJob) -> tuple[OpenJob, ...]:
     assert request.mixture is not None
     return tuple(
         replace(
-            request, source=each.source, spec=replace(request.spec, view=each.view), mixture=None
+            request,
+            source=source.source,
+            spec=replace(request.spec, view=source.view),
+            mixture=None,
         )
-        for each in request.mixture.sources
+        for source in request.mixture.sources
     )
 
 
-def check_mixture(asked: MixtureAsked, lanes: int) -> None:
+def check_mixture(mixture: MixtureAsked, lanes: int) -> None:
     """Check the limits of a mixture.
 
     Raises:  ConfigError: too many sources or lanes, or two sources of one name.
     """
-    names = [source.name for source in asked.sources]
+    names = [source.name for source in mixture.sources]
     if lanes > LANES_MAX:
         raise ConfigError(
             f"lanes={lanes}: {LANES_MAX} are possible in a mixture, whose rounds have a"
@@ -251,10 +254,10 @@ def with_windows(request: OpenJob, sizes: Sequence[BlockSizes]) -> tuple[OpenJob
     if not given.shuffle:
         return requests
     lanes = given.lanes or mixed_lanes(sizes)
-    windows = [given.window or source_window(each, lanes, sizes) for each in sizes]
+    windows = [given.window or source_window(size, lanes, sizes) for size in sizes]
     return tuple(
-        replace(each, spec=replace(each.spec, lanes=lanes, window=window))
-        for each, window in zip(requests, windows, strict=True)
+        replace(request, spec=replace(request.spec, lanes=lanes, window=window))
+        for request, window in zip(requests, windows, strict=True)
     )
 
 
@@ -263,21 +266,22 @@ def mixed_spec(request: OpenJob, specs: Sequence[JobSpec], datasets: Sequence[Da
 
     Raises:  ConfigError: the weights are invalid.
     """
-    asked, first = request.mixture, specs[0]
-    assert asked is not None
-    shares = _shares(asked, datasets)
+    mixture, first = request.mixture, specs[0]
+    assert mixture is not None
+    shares = _shares(mixture, datasets)
     sources = tuple(
         SourceSpec(
-            source.name, spec.fingerprint, share, _passes_max(source, asked.exhausted),
+            source.name, spec.fingerprint, share, _passes_max(source, mixture.exhausted),
             spec.window, spec.ramp, source.view,
         )
-        for source, spec, share in zip(asked.sources, specs, shares, strict=True)
+        for source, spec, share in zip(mixture.sources, specs, shares, strict=True)
     )  # fmt: skip
-    batch = first.global_batch if asked.unit is MixUnit.BATCH else 1
-    tokens = asked.length if asked.unit is MixUnit.TOKENS else 0
-    length = _in_samples(asked, shares) if tokens else asked.length * batch
+    batch = first.global_batch if mixture.unit is MixUnit.BATCH else 1
+    tokens = mixture.length if mixture.unit is MixUnit.TOKENS else 0
+    length = _in_samples(mixture, shares) if tokens else mixture.length * batch
     schedule = tuple(
-        ScheduledShares(one.step, shares_of(asked, one.weights, datasets)) for one in asked.schedule
+        ScheduledShares(change.step, shares_of(mixture, change.weights, datasets))
+        for change in mixture.schedule
     )
     return replace(
         first,
@@ -286,7 +290,7 @@ def mixed_spec(request: OpenJob, specs: Sequence[JobSpec], datasets: Sequence[Da
         ramp=0,
         view=request.spec.view,
         mixture=MixtureSpec(
-            sources, asked.exhausted, length, batch, asked.source_column, tokens, schedule
+            sources, mixture.exhausted, length, batch, mixture.source_column, tokens, schedule
         ),
     )  # fmt: skip
 
@@ -306,29 +310,29 @@ def with_schedule(spec: JobSpec, counts: Sequence[int]) -> JobSpec:
 
 
 def shares_of(
-    asked: MixtureAsked, weights: Sequence[float], datasets: Sequence[Dataset]
+    mixture: MixtureAsked, weights: Sequence[float], datasets: Sequence[Dataset]
 ) -> tuple[int, ...]:
     """Convert changed weights to shares, in the unit of the mixture.
 
     Raises:  ConfigError: there is not one weight a source, or a weight is invalid.
     """
-    if len(weights) != len(asked.sources):
+    if len(weights) != len(mixture.sources):
         raise ConfigError(
-            f"{len(weights)} weights for {len(asked.sources)} sources: give one for each",
+            f"{len(weights)} weights for {len(mixture.sources)} sources: give one for each",
             field="weight",
         )
     sources = tuple(
         replace(source, weight=weight, passes=0.0)
-        for source, weight in zip(asked.sources, weights, strict=True)
+        for source, weight in zip(mixture.sources, weights, strict=True)
     )
-    return _shares(replace(asked, sources=sources, temperature=0.0), datasets)
+    return _shares(replace(mixture, sources=sources, temperature=0.0), datasets)
 
 
 def mixed_identity(identities: Sequence[DatasetIdentity]) -> DatasetIdentity:
     """The identity of several datasets, in this order."""
     return DatasetIdentity(
-        content=_joined(each.content for each in identities),
-        layout=_joined(each.layout for each in identities),
+        content=_joined(identity.content for identity in identities),
+        layout=_joined(identity.layout for identity in identities),
     )
 
 
@@ -346,11 +350,11 @@ def check_columns(names: Sequence[str], datasets: Sequence[Dataset]) -> None:
             " make one source of them, with the sum of their weights",
             field="sources",
         )
-    found = [dataset.columns.specs for dataset in datasets]
-    if all(specs == found[0] for specs in found):
+    specs_of = [dataset.columns.specs for dataset in datasets]
+    if all(specs == specs_of[0] for specs in specs_of):
         return
-    if all(set(specs) == set(found[0]) for specs in found):
-        order = ", ".join(repr(spec.name) for spec in found[0])
+    if all(set(specs) == set(specs_of[0]) for specs in specs_of):
+        order = ", ".join(repr(spec.name) for spec in specs_of[0])
         raise ConfigError(
             "the sources have the same columns in different orders: give one, such as"
             f" columns=[{order}]",
@@ -358,19 +362,19 @@ def check_columns(names: Sequence[str], datasets: Sequence[Dataset]) -> None:
         )
     raise ConfigError(
         "the sources have different columns, and a batch has samples of several:\n"
-        f"{_table(names, found)}\nChoose columns that all have with columns=[…], or bring others"
+        f"{_table(names, specs_of)}\nChoose columns that all have with columns=[…], or bring others"
         " into one form",
         field="columns",
     )
 
 
-def _table(names: Sequence[str], found: Sequence[Sequence[ColumnSpec]]) -> str:
+def _table(names: Sequence[str], specs_of: Sequence[Sequence[ColumnSpec]]) -> str:
     """Format the columns that differ, a line each."""
-    known = [{spec.name: spec for spec in specs} for specs in found]
-    columns = list(dict.fromkeys(spec.name for specs in found for spec in specs))
+    known = [{spec.name: spec for spec in specs} for specs in specs_of]
+    columns = list(dict.fromkeys(spec.name for specs in specs_of for spec in specs))
     rows = [["column", *names]]
     for column in columns:
-        specs = [each.get(column) for each in known]
+        specs = [spec.get(column) for spec in known]
         if any(spec != specs[0] for spec in specs):
             rows.append([column, *map(_shown, specs)])
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
@@ -388,45 +392,45 @@ def _shown(spec: ColumnSpec | None) -> str:
     return f"{kind}{spec.dtype}{shape}".strip()
 
 
-def _shares(asked: MixtureAsked, datasets: Sequence[Dataset]) -> tuple[int, ...]:
-    sources, counts = asked.sources, [dataset.manifest.sample_count for dataset in datasets]
+def _shares(mixture: MixtureAsked, datasets: Sequence[Dataset]) -> tuple[int, ...]:
+    sources, counts = mixture.sources, [dataset.manifest.sample_count for dataset in datasets]
     row_bytes = [dataset.row_bytes for dataset in datasets]
-    if asked.temperature:
-        return quantised(by_temperature(counts, asked.temperature))
+    if mixture.temperature:
+        return quantised(by_temperature(counts, mixture.temperature))
     if any(source.passes for source in sources):
         passes = [Fraction(source.passes) for source in sources]
-        return quantised([each * count for each, count in zip(passes, counts, strict=True)])
+        return quantised([passed * count for passed, count in zip(passes, counts, strict=True)])
     weights = [source.weight for source in sources]
-    if asked.unit is not MixUnit.TOKENS:
+    if mixture.unit is not MixUnit.TOKENS:
         return quantised(weights)
-    lengths = _mean_lengths(asked)
+    lengths = _mean_lengths(mixture)
     # Without lengths, the bytes of the columns that are asked for: tokens in proportion.
     return quantised(of_tokens(weights, lengths if all(lengths) else row_bytes))
 
 
-def _mean_lengths(asked: MixtureAsked) -> list[float]:
+def _mean_lengths(mixture: MixtureAsked) -> list[float]:
     """Return the mean number of tokens in a sample of each source, 0 if unknown: given by the user,
     or the length of a pack.
     """
-    packs = [source.view.pack for source in asked.sources]
+    packs = [source.view.pack for source in mixture.sources]
     return [
         source.mean_length or (0.0 if pack is None else pack.length)
-        for source, pack in zip(asked.sources, packs, strict=True)
+        for source, pack in zip(mixture.sources, packs, strict=True)
     ]
 
 
-def _in_samples(asked: MixtureAsked, shares: Sequence[int]) -> int:
+def _in_samples(mixture: MixtureAsked, shares: Sequence[int]) -> int:
     """Return the length of an epoch in samples, from its length in tokens."""
-    lengths = [Fraction(length) for length in _mean_lengths(asked)]
+    lengths = [Fraction(length) for length in _mean_lengths(mixture)]
     if not all(lengths):
-        missing = asked.sources[lengths.index(Fraction(0))].name
+        missing = mixture.sources[lengths.index(Fraction(0))].name
         raise ConfigError(
-            f"a length of {asked.length} tokens needs the mean length of the samples of each"
+            f"a length of {mixture.length} tokens needs the mean length of the samples of each"
             f" source, and that of {missing!r} is missing: Source(…, mean_length=…)",
             field="mean_length",
         )
     tokens = sum(share * length for share, length in zip(shares, lengths, strict=True))
-    return max(math.floor(asked.length * sum(shares) / tokens), 1)
+    return max(math.floor(mixture.length * sum(shares) / tokens), 1)
 
 
 def _passes_max(source: SourceAsked, exhausted: Exhausted) -> int:

@@ -92,11 +92,11 @@ class DeliveryArena(Struct, eq=False):
             return len(self.collated.specs)
         return self.datasets[0].column_count + self.names_sources
 
-    def collate(self, asked: Collation | None) -> Collation | None:
+    def collate(self, collation: Collation | None) -> Collation | None:
         """Return the description of the collate function for workers."""
-        if asked is None or self.collated is None:
-            return asked
-        return replace(asked, columns=self.collated.specs, code=self.collated.code)
+        if collation is None or self.collated is None:
+            return collation
+        return replace(collation, columns=self.collated.specs, code=self.collated.code)
 
     def sources_of(self, blocks: Ints) -> tuple[int, ...]:
         """Return the dataset of each block of its orders; () if batches do not name their sources.
@@ -105,7 +105,7 @@ class DeliveryArena(Struct, eq=False):
         """
         if not self.names_sources:
             return ()
-        counts = [each.manifest.block_count for each in self.datasets]
+        counts = [dataset.manifest.block_count for dataset in self.datasets]
         return tuple(np.cumsum(counts).searchsorted(blocks, side="right").tolist())
 
 
@@ -251,8 +251,8 @@ class ReplacedRows:
         if isinstance(result, tasks.Assembled) and is_reported:
             for row in result.replaced:
                 url, reason = redacted(unsigned(row.url)), row.reason
-                told = replace(row, url=url[:_TEXT_MAX], reason=reason[:_TEXT_MAX])
-                self._note(delivery.job_id, told)
+                short = replace(row, url=url[:_TEXT_MAX], reason=reason[:_TEXT_MAX])
+                self._note(delivery.job_id, short)
 
     def count(self, job_id: str) -> int:
         """Return how many rows of a job are replaced, of ROWS_MAX that are counted."""

@@ -128,12 +128,12 @@ class LentBlocks:
         self._expected.add(name)
         return replace(neighbour, form=BlockForm.DECODED) if effect.is_decoded else neighbour
 
-    def fetched(self, name: BlockName, found: Outcome) -> bool:
+    def fetched(self, name: BlockName, outcome: Outcome) -> bool:
         """A read of this block has ended. Whether a neighbour owns it."""
         is_guest = name in self._expected
         self._expected.discard(name)
         self._left_alone.discard(name)
-        if isinstance(found, NeighbourGone):
+        if isinstance(outcome, NeighbourGone):
             self._left_alone.add(name)
         return is_guest
 
@@ -153,8 +153,8 @@ class LentBlocks:
 
     def given(self, number: int) -> None:
         """Note that the bytes sent for this request are no longer read."""
-        for each in self._given.pop(number, (number,)):
-            self._tell(events.SendingEnded(each))
+        for block_number in self._given.pop(number, (number,)):
+            self._tell(events.SendingEnded(block_number))
 
     def _is_expected(self, dataset: Dataset, block: int) -> bool:
         return BlockName(dataset.dataset_id, block) in self._expected
@@ -215,12 +215,14 @@ class LentBlocks:
         run.left -= 1
         if run.left:
             return
-        if all(each == wire.NOT_GIVEN for each in run.ends):
+        if all(end == wire.NOT_GIVEN for end in run.ends):
             self._neighbours.refuse(run.number)
             return
         given = sorted(run.regions)
         self._given[run.number] = tuple(given)
-        self._neighbours.give(run.number, [run.regions[each] for each in given], run.ends)
+        self._neighbours.give(
+            run.number, [run.regions[block_number] for block_number in given], run.ends
+        )
 
 
 # -- blocks on disk -------------------------------------------------------------------------------
@@ -251,33 +253,33 @@ class KeptBlocks:
 
     def keep(self, effect: KeepBlock) -> None:
         """Write a block to the disk, and remove others."""
-        going = tuple(fetches.KeptName(one.digest, one.block) for one in effect.instead_of)
+        going = tuple(fetches.KeptName(block.digest, block.block) for block in effect.instead_of)
         name, number = effect.name, effect.number
         order = fetches.WriteKept(0, name.digest, name.block, effect.region, going)
         self._fetcher.origin.read(
-            order, lambda found: self._tell(KeepingEnded(number, _trouble(found)))
+            order, lambda outcome: self._tell(KeepingEnded(number, _trouble(outcome)))
         )
 
     def scan(self, _effect: ScanDisk) -> None:
         """List the blocks on the disk."""
         self._fetcher.origin.read(fetches.ScanKept(0), self._scanned, self._found)
 
-    def _missed(self, dataset: Dataset, block: int, found: Outcome) -> None:
+    def _missed(self, dataset: Dataset, block: int, outcome: Outcome) -> None:
         self._asked.discard(BlockName(dataset.dataset_id, block))
-        self._tell(DiskMissed(dataset.blocks, block, _trouble(found)))
+        self._tell(DiskMissed(dataset.blocks, block, _trouble(outcome)))
 
-    def _found(self, found: fetches.KeptFound) -> None:
-        self._tell(DiskFound(found.dataset, found.blocks, found.disk_bytes))
+    def _found(self, kept: fetches.KeptFound) -> None:
+        self._tell(DiskFound(kept.dataset, kept.blocks, kept.disk_bytes))
 
-    def _scanned(self, found: Outcome) -> None:
-        self._tell(DiskScanned(_trouble(found)))
+    def _scanned(self, outcome: Outcome) -> None:
+        self._tell(DiskScanned(_trouble(outcome)))
 
 
-def _trouble(found: Outcome) -> str:
+def _trouble(outcome: Outcome) -> str:
     """Return why the disk failed; "" if it works, and only lacks the block."""
-    if isinstance(found, NotKept):
-        return str(found.trouble or "")
-    return "" if found is None else str(found)
+    if isinstance(outcome, NotKept):
+        return str(outcome.trouble or "")
+    return "" if outcome is None else str(outcome)
 
 
 # -- memory of blocks -----------------------------------------------------------------------------
@@ -461,7 +463,7 @@ class Delegating:
     def _learn(self, known: _Delegated) -> None:
         job = known.delivery.job
         assert job is not None
-        makers = {one.node_id: one for one in self._neighbours.makers(job.opening.job_id)}
+        makers = {maker.node_id: maker for maker in self._neighbours.makers(job.opening.job_id)}
         has_changed = makers.keys() != known.makers.keys()
         known.makers = makers
         if has_changed:
@@ -512,6 +514,6 @@ def _check(
             raise ConfigError(f"{made.bytes_needed} bytes are too many for {effect.slab.length}")
         return
     columns = decode(Layout, made.layout).columns
-    ends = [max(at, default=0) for one in columns for at in (one.values, one.lengths)]
+    ends = [max(at, default=0) for column in columns for at in (column.values, column.lengths)]
     if len(columns) != column_count or max(ends, default=0) > length:
         raise ConfigError(f"{len(columns)} columns, up to byte {max(ends, default=0)} of {length}")

@@ -227,8 +227,8 @@ class Engine:
             known = np.flatnonzero(former.blocks.marks.is_exact[formers])
             for at in range(0, len(known), _INHERITED_AT_ONCE):
                 some = known[at : at + _INHERITED_AT_ONCE]
-                told = events.BlocksInherited(heir.blocks, former.blocks, some, formers[some])
-                self._tell(told)
+                inherited = events.BlocksInherited(heir.blocks, former.blocks, some, formers[some])
+                self._tell(inherited)
                 await asyncio.sleep(0)
         self.forget_dataset(former)
 
@@ -362,13 +362,15 @@ class Engine:
         if reads:
             self._fetcher.fetch(reads)
 
-    def _on_fetched(self, key: int, name: BlockName, found: Outcome) -> None:
-        of = self.lent.fetched(name, found), self._kept.has_read(name)
-        if isinstance(found, HeldDecoded):
-            self._tell(events.BlockFetched(key, decoded_bytes=found.length))
+    def _on_fetched(self, key: int, name: BlockName, outcome: Outcome) -> None:
+        of = self.lent.fetched(name, outcome), self._kept.has_read(name)
+        if isinstance(outcome, HeldDecoded):
+            self._tell(events.BlockFetched(key, decoded_bytes=outcome.length))
             return
-        assert not isinstance(found, PartlyGiven), "an end of several blocks"
-        given, error = (found.length, None) if isinstance(found, NeighbourGave) else (0, found)
+        assert not isinstance(outcome, PartlyGiven), "an end of several blocks"
+        given, error = (
+            (outcome.length, None) if isinstance(outcome, NeighbourGave) else (0, outcome)
+        )
         is_away = isinstance(error, (*UNREACHABLE, NeighbourGone))
         self._tell(events.BlockFetched(key, error, is_away, 0, *of, given))
 
@@ -423,7 +425,8 @@ class Engine:
             into = self._arena.view(excerpt.into.offset, NUMBER_BYTES * len(excerpt.rows))
             np.frombuffer(into, np.int32)[:] = excerpt.rows
         places = tuple(
-            tasks.ExcerptPlace(each.into, len(each.rows), *each.packs) for each in effect.excerpts
+            tasks.ExcerptPlace(excerpt.into, len(excerpt.rows), *excerpt.packs)
+            for excerpt in effect.excerpts
         )
         task = PoolTask(
             body=tasks.Extract(dataset.dataset_id, key, places),
@@ -479,14 +482,14 @@ class Engine:
         """Handle the end of all pieces of a slab. If there are several, no piece has made
         the copy.
         """
-        result, started = _joined(ends), min(each.started for each in ends)
-        worker_s = sum(each.took_s for each in ends)
+        result, started = _joined(ends), min(end.started for end in ends)
+        worker_s = sum(end.took_s for end in ends)
         self.replaced.note(self._deliveries[effect.delivery_id], result)
 
         def report(*, is_kept: bool) -> None:
             number = effect.number
-            told = events.SlabAssembled(number, result, started, is_kept, worker_s=worker_s)
-            self._tell(told)
+            assembled = events.SlabAssembled(number, result, started, is_kept, worker_s=worker_s)
+            self._tell(assembled)
 
         used = result.bytes_used if isinstance(result, tasks.Assembled) else 0
         if keep is None or len(ends) == 1 or not 0 < used <= keep.length:
@@ -574,9 +577,9 @@ class Engine:
 
 def _joined(ends: Sequence[_Ended]) -> tasks.ResultBody:
     """Combine the results of a slab's pieces, each of which describes the whole slab."""
-    made = [each.result for each in ends if isinstance(each.result, tasks.Assembled)]
+    made = [end.result for end in ends if isinstance(end.result, tasks.Assembled)]
     if len(made) < len(ends):
-        return next(each.result for each in ends if not isinstance(each.result, tasks.Assembled))
-    if any(each.layout != made[0].layout for each in made):
+        return next(end.result for end in ends if not isinstance(end.result, tasks.Assembled))
+    if any(piece.layout != made[0].layout for piece in made):
         return DataplaneError("pieces of one slab have different layouts: please report this bug")
-    return made[0] if len(made) == 1 else replace(made[0], disk=sum(each.disk for each in made))
+    return made[0] if len(made) == 1 else replace(made[0], disk=sum(piece.disk for piece in made))

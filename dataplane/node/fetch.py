@@ -84,7 +84,7 @@ class BlockRead(Struct, frozen=True):
             return False
         if own is None or last.neighbour is None:
             return own is last.neighbour
-        length = sum(each.into.length for each in (*others, self))
+        length = sum(block.into.length for block in (*others, self))
         if len(others) == RUN_BLOCKS_MAX or RUN_PARTS * length > arena_bytes:
             return False
         is_run = self.is_whole and last.is_whole and self.block == last.block + 1
@@ -130,20 +130,20 @@ class ReadParts:
         """Note that no more parts will be added."""
         self._ended(None)
 
-    def _ended(self, found: fetches.Outcome) -> None:
+    def _ended(self, outcome: fetches.Outcome) -> None:
         self._left -= 1
-        if isinstance(found, fetches.NeighbourGave):
-            self._given += found.length
+        if isinstance(outcome, fetches.NeighbourGave):
+            self._given += outcome.length
         else:
-            self._error = self._error or found
+            self._error = self._error or outcome
         if not self._left:
             given = fetches.NeighbourGave(self._given) if self._given else None
             self._report(self._error or given)
 
 
-def is_all_there(found: fetches.Outcome) -> bool:
+def is_all_there(outcome: fetches.Outcome) -> bool:
     """Whether a read with this outcome has read all bytes."""
-    return found is None or isinstance(found, fetches.NeighbourGave)
+    return outcome is None or isinstance(outcome, fetches.NeighbourGave)
 
 
 class Fetcher:
@@ -252,7 +252,7 @@ class Fetcher:
                 requests[-1].append(first)
             else:
                 requests.append([first])
-            requests += [[each] for each in others]
+            requests += [[piece] for piece in others]
         for request in requests:
             self._read_together(blocks[0].raw, request)
 
@@ -261,12 +261,12 @@ class Fetcher:
         pieces, head = self._pieces(block), block.raw.preamble_place.length
         into = Region(block.into.offset + head, block.into.length - head)
 
-        def end(found: fetches.Outcome) -> None:
-            if found is None:
+        def end(outcome: fetches.Outcome) -> None:
+            if outcome is None:
                 for piece in pieces:
                     piece.report(None)
                 return
-            is_not_kept(found)
+            is_not_kept(outcome)
             self._ask_for(block, pieces)
 
         self.origin.read(fetches.ReadKept(0, block.dataset, block.block, into), end)
@@ -283,8 +283,8 @@ class Fetcher:
     def _ask_for(self, block: BlockRead, pieces: Sequence[_Piece]) -> None:
         at = 0
         for piece in pieces:
-            asked = block.neighbour and replace(block.neighbour, offset=at)
-            self._read_alone(block.raw, piece, asked)
+            source = block.neighbour and replace(block.neighbour, offset=at)
+            self._read_alone(block.raw, piece, source)
             at += piece.target.into.length
 
     def _ask_for_run(self, blocks: Sequence[BlockRead], neighbour: fetches.Neighbour) -> None:
@@ -299,31 +299,31 @@ class Fetcher:
         kept = self._preambles.hold(key, url, raw.etag, place) if place.length else None
         head = Region(into.offset, place.length)
 
-        def end(found: fetches.Outcome) -> None:
+        def end(outcome: fetches.Outcome) -> None:
             if block.copied_to is not None:
                 self.let_go(key)
-            self._note(url, found)
-            block.report(found)
+            self._note(url, outcome)
+            block.report(outcome)
 
-        def read(found: fetches.Outcome) -> None:
-            if is_all_there(found) and kept is not None and block.copied_to is not None:
+        def read(outcome: fetches.Outcome) -> None:
+            if is_all_there(outcome) and kept is not None and block.copied_to is not None:
                 to = block.copied_to, head.offset
-                self._preambles.copy(kept, *to, lambda error: end(error or found))
+                self._preambles.copy(kept, *to, lambda error: end(error or outcome))
             else:
-                end(found)
+                end(outcome)
 
         parts = ReadParts(read)
         if kept is not None:  # at the same time as the block, so that both take one round trip
             self._preamble(raw, kept, parts.one_more())
         elif place.length:
             self._read(raw, place.offset, tasks.BLOCK_ARENA, head, parts)
-        at, found = head.offset + head.length, []
+        at, read_pieces = head.offset + head.length, []
         for piece in raw.pieces or (raw.place,):
             target = fetches.ReadTarget(piece.offset, Region(at, piece.length))
-            found.append(_Piece(target, parts.one_more()))
+            read_pieces.append(_Piece(target, parts.one_more()))
             at += piece.length
         parts.are_all()
-        return found
+        return read_pieces
 
     def _read_together(
         self,
@@ -336,22 +336,22 @@ class Fetcher:
             self._read_alone(raw, pieces[0])
             return
 
-        def end(found: fetches.Outcome) -> None:
+        def end(outcome: fetches.Outcome) -> None:
             for number, piece in enumerate(pieces):
-                if isinstance(found, _OF_LENGTH):
+                if isinstance(outcome, _OF_LENGTH):
                     self._read_alone(raw, piece)
-                elif isinstance(found, fetches.PartlyGiven) and neighbour is not None:
-                    if (end := found.ends[number]) == NOT_GIVEN:  # as one of several
-                        asked = replace(neighbour, block=neighbour.block + number)
-                        self._read_alone(raw, piece, asked)
+                elif isinstance(outcome, fetches.PartlyGiven) and neighbour is not None:
+                    if (end := outcome.ends[number]) == NOT_GIVEN:  # as one of several
+                        source = replace(neighbour, block=neighbour.block + number)
+                        self._read_alone(raw, piece, source)
                     elif end == GIVEN_WHOLE:
                         piece.report(fetches.NeighbourGave(piece.target.into.length))
                     else:
                         piece.report(fetches.HeldDecoded(end))
-                elif isinstance(found, fetches.NeighbourGave):
+                elif isinstance(outcome, fetches.NeighbourGave):
                     piece.report(fetches.NeighbourGave(piece.target.into.length))
                 else:
-                    piece.report(found)
+                    piece.report(outcome)
 
         first, *more = [piece.target for piece in pieces]
         place = raw.url, first.offset, raw.etag, tasks.BLOCK_ARENA, first.into
@@ -431,9 +431,9 @@ class Fetcher:
         """Read bytes of a shard from the neighbour, if one is named, or the store."""
         for part in _ranges(into):
             ahead = part.offset - into.offset
-            asked = neighbour and replace(neighbour, offset=neighbour.offset + ahead)
+            source = neighbour and replace(neighbour, offset=neighbour.offset + ahead)
             order = fetches.ReadRange(
-                0, raw.url, offset + ahead, raw.etag, arena_id, part, neighbour=asked
+                0, raw.url, offset + ahead, raw.etag, arena_id, part, neighbour=source
             )
             self.origin.read(order, parts.one_more())
 

@@ -108,16 +108,16 @@ class SlabOrders:
 
     def dispatch(self, fetchers: Sequence[_Fetcher]) -> None:
         """Send fetchers their pending messages."""
-        for each in [each for each in fetchers if each.slabs.unneeded]:
-            while each.slabs.unneeded and each.can_hear:
-                arena_id = next(iter(each.slabs.unneeded))
-                if self._send(each, fetches.DetachDelivery(arena_id), ()):
-                    each.slabs.unneeded.discard(arena_id)
+        for fetcher in [fetcher for fetcher in fetchers if fetcher.slabs.unneeded]:
+            while fetcher.slabs.unneeded and fetcher.can_hear:
+                arena_id = next(iter(fetcher.slabs.unneeded))
+                if self._send(fetcher, fetches.DetachDelivery(arena_id), ()):
+                    fetcher.slabs.unneeded.discard(arena_id)
         while self._waiting:
             able = [e for e in fetchers if e.can_hear and len(e.slabs.orders) < SLABS_MAX]
             if not able:
                 return
-            fetcher = min(able, key=lambda each: len(each.slabs.orders))
+            fetcher = min(able, key=lambda other: len(other.slabs.orders))
             if self._give(fetcher, self._waiting[0]):
                 self._waiting.popleft()
 
@@ -125,9 +125,9 @@ class SlabOrders:
         """End an order soon, since another node makes the slab. Nothing happens if the order waits
         for a fetcher, or its fetcher has no room for a message.
         """
-        for each in fetchers:
-            if number in each.slabs.orders and each.can_hear:
-                self._send(each, fetches.EndSlab(number), ())
+        for fetcher in fetchers:
+            if number in fetcher.slabs.orders and fetcher.can_hear:
+                self._send(fetcher, fetches.EndSlab(number), ())
 
     def heard(self, fetcher: _Fetcher, end: fetches.SlabRead) -> None:
         """Handle the end of an order, reported by a fetcher."""
@@ -151,27 +151,27 @@ class SlabOrders:
         """Stop reading slabs into this arena. Its orders end soon, most of them with ClosedError;
         only then is their memory no longer written.
         """
-        dropped = [each for each in self._waiting if each.order.arena_id == arena_id]
+        dropped = [slab for slab in self._waiting if slab.order.arena_id == arena_id]
         for slab in dropped:
             self._waiting.remove(slab)
             closed = ClosedError(f"the delivery arena {arena_id} was closed")
             asyncio.get_running_loop().call_soon(slab.end, closed)
-        for each in fetchers:
-            if arena_id in each.slabs.attached:
-                each.slabs.attached.discard(arena_id)
-                each.slabs.unneeded.add(arena_id)
+        for fetcher in fetchers:
+            if arena_id in fetcher.slabs.attached:
+                fetcher.slabs.attached.discard(arena_id)
+                fetcher.slabs.unneeded.add(arena_id)
         self.dispatch(fetchers)
 
     def _give(self, fetcher: _Fetcher, slab: SlabOrder) -> bool:
-        arena_id, told = slab.order.arena_id, fetcher.slabs
-        if arena_id not in told.attached:
+        arena_id, slabs = slab.order.arena_id, fetcher.slabs
+        if arena_id not in slabs.attached:
             attach = fetches.AttachDelivery(arena_id)
             if not self._send(fetcher, attach, (slab.arena_fd,)):
                 return False
-            told.attached.add(arena_id)
+            slabs.attached.add(arena_id)
         if not self._send(fetcher, slab.order, ()):
             return False
-        told.orders[slab.order.number] = slab
+        slabs.orders[slab.order.number] = slab
         return True
 
 
@@ -217,10 +217,10 @@ class _Fetcher(Struct, eq=False):
     has_room: bool = True
     """False after a message did not fit into its socket, until it answers or at the next look."""
 
-    def scanned(self, found: fetches.KeptFound) -> None:
+    def scanned(self, kept: fetches.KeptFound) -> None:
         for read in self.reads.values():
             if read.on_kept is not None:
-                read.on_kept(found)
+                read.on_kept(kept)
 
     @property
     def can_hear(self) -> bool:
@@ -271,7 +271,7 @@ class Fetchers:
     @property
     def pids(self) -> tuple[int, ...]:
         """The process ids of the fetchers that can read."""
-        return tuple(each.process.pid for each in self._fetchers)
+        return tuple(fetcher.process.pid for fetcher in self._fetchers)
 
     def start(self, store: str = "") -> None:
         """Start the first fetchers, if there are none; does not wait for them. Those started from
@@ -319,35 +319,37 @@ class Fetchers:
 
     def trouble(self, url: str) -> StoreError | None:
         """Return why reads of this shard are delayed, according to a fetcher."""
-        return next((found for each in self._fetchers if (found := each.trouble.get(url))), None)
+        return next(
+            (trouble for fetcher in self._fetchers if (trouble := fetcher.trouble.get(url))), None
+        )
 
     def look(self) -> None:
         """Add or remove fetchers; call it about twice a second."""
         now = time.monotonic()
-        spent_s = self._spent_s + sum(each.cpu_s for each in self._fetchers)
+        spent_s = self._spent_s + sum(fetcher.cpu_s for fetcher in self._fetchers)
         (then, before_s), self._looked = self._looked, (now, spent_s)
-        reading = sum(len(each.reads) + len(each.slabs.orders) for each in self._fetchers)
+        reading = sum(len(fetcher.reads) + len(fetcher.slabs.orders) for fetcher in self._fetchers)
         processors = (spent_s - before_s) / max(now - then, 1e-6)
         waiting = len(self._waiting) + self._slabs.waiting
         self._count = self._count.after(FetchLook(processors, reading, waiting))
         if self._loop is not None and self._fetchers:
             self._end_hung(now)
-            for each in self._fetchers:
-                each.has_room = True
+            for fetcher in self._fetchers:
+                fetcher.has_room = True
             self.start()
             self._retire()
             self._dispatch()
 
     def statistics(self) -> NodeReads:
         """The reads so far, and the number of fetchers that read now."""
-        found = NodeReads(len(self._fetchers), self._read_bytes, self._hedged_bytes)
-        return replace(found, neighbour_bytes=self._neighbour_bytes, disk_bytes=self._disk_bytes)
+        reads = NodeReads(len(self._fetchers), self._read_bytes, self._hedged_bytes)
+        return replace(reads, neighbour_bytes=self._neighbour_bytes, disk_bytes=self._disk_bytes)
 
     def close(self) -> None:
         """Kill all fetchers and wait a few seconds for their end. May be called twice."""
         is_first, self._closed = not self._closed, True
         left = [*self._fetchers, *self._ending]
-        for stuck in kill_all(each.process for each in left):
+        for stuck in kill_all(fetcher.process for fetcher in left):
             self._trace.failed("end of fetcher", pid=stuck.pid, why="stuck in kernel")
         self._fetchers.clear()
         self._ending.clear()
@@ -380,10 +382,10 @@ class Fetchers:
 
     def _dispatch_reads(self) -> None:
         while self._waiting:
-            able = [each for each in self._fetchers if each.can_read]
+            able = [fetcher for fetcher in self._fetchers if fetcher.can_read]
             if not able:
                 return
-            fetcher = min(able, key=lambda each: (each.reading_bytes, len(each.reads)))
+            fetcher = min(able, key=lambda other: (other.reading_bytes, len(other.reads)))
             read = self._waiting[0]
             if self._send(fetcher, read.order):
                 self._waiting.popleft()
@@ -466,25 +468,25 @@ class Fetchers:
 
     def _pause(self, pause: StorePause, source: _Fetcher | None) -> None:
         """Pass a pause on to all fetchers except its source."""
-        for each in self._fetchers[:]:
-            if each is not source:
-                self._send(each, pause)
+        for fetcher in self._fetchers[:]:
+            if fetcher is not source:
+                self._send(fetcher, pause)
 
     def _end_hung(self, now: float) -> None:
-        for each in self._fetchers[:]:
-            is_busy = each.reads or each.slabs.orders or self._waiting
-            if is_busy and each.process.is_hung(now, partial(self._send, each, _PROBE)):
+        for fetcher in self._fetchers[:]:
+            is_busy = fetcher.reads or fetcher.slabs.orders or self._waiting
+            if is_busy and fetcher.process.is_hung(now, partial(self._send, fetcher, _PROBE)):
                 why = "it reads no messages: it is stopped, or stuck in a system call"
-                self._trace.failed("fetcher hung", pid=each.process.pid, why=why)
-                self._end(each)
+                self._trace.failed("fetcher hung", pid=fetcher.process.pid, why=why)
+                self._end(fetcher)
 
     def _retire(self) -> None:
-        for each in self._fetchers[::-1]:
+        for fetcher in self._fetchers[::-1]:
             if len(self._fetchers) <= self._count.count:
                 return
-            if not each.reads and not each.slabs.orders:
-                each.is_surplus = True
-                self._end(each)
+            if not fetcher.reads and not fetcher.slabs.orders:
+                fetcher.is_surplus = True
+                self._end(fetcher)
 
     def _end(self, fetcher: _Fetcher) -> None:
         if fetcher.is_ending or self._closed:

@@ -63,7 +63,9 @@ def beat_after_s(
     on `host_count` hosts, nodes beat faster to learn of new ranks soon: until then they read blocks
     that the new nodes own.
     """
-    if not any(one.missing_dp_ranks and one.missing_for_s < _GATHERING_S for one in verdicts):
+    if not any(
+        verdict.missing_dp_ranks and verdict.missing_for_s < _GATHERING_S for verdict in verdicts
+    ):
         return beat_s
     return min(beat_s, max(_BEAT_S_MIN, host_count / _GATHERING_BEATS))
 
@@ -195,7 +197,7 @@ class Heartbeat:
         """Wait for the next beat. After a join it comes at once, but only once for the joins of a
         whole host; it also brings news to nodes that joined shortly before.
         """
-        hosts = max((one.host_count for one in self._jobs.members.values()), default=0)
+        hosts = max((member.host_count for member in self._jobs.members.values()), default=0)
         is_alone = self._is_embedded or hosts < 2
         beat_s = beat_after_s(self._beat_s, () if is_alone else self._verdicts, hosts)
         least_s = min(beat_s, _BEAT_S_MIN)
@@ -219,8 +221,8 @@ class Heartbeat:
         answer = await self._coordination.heartbeat(request)
         self._learn(answer, known)
         self._verdicts = answer.verdicts
-        refused = {one.member_id for one in answer.verdicts if one.error is not None}
-        replaced.reported(one for one in progress if one.member_id not in refused)
+        refused = {verdict.member_id for verdict in answer.verdicts if verdict.error is not None}
+        replaced.reported(report for report in progress if report.member_id not in refused)
         by_id = {member.member_id: member for member in members}
         for verdict in answer.verdicts:
             member = by_id.get(verdict.member_id)
@@ -239,7 +241,7 @@ class Heartbeat:
         """
         if not (answer.jobs or answer.left):
             return
-        versions = {one.job_id: one.version for one in known}
+        versions = {table.job_id: table.version for table in known}
         served = {member.job_id for member in self._jobs.members.values()}
         for nodes in answer.jobs:
             if nodes.job_id in served or self._is_maker(nodes):
@@ -250,7 +252,7 @@ class Heartbeat:
 
     def _is_maker(self, nodes: membership.JobNodes) -> bool:
         own_id = self._node.node_id
-        return any(one.node_id == own_id and one.worker_count for one in nodes.nodes)
+        return any(node.node_id == own_id and node.worker_count for node in nodes.nodes)
 
     async def _heed(self, member: ServedMember, verdict: membership.MemberVerdict) -> None:
         if isinstance(verdict.error, LeaseExpired):
@@ -315,9 +317,9 @@ def _away(outages: Outages) -> tuple[membership.StoreOutage, ...]:
     now = time.time()
     return tuple(
         membership.StoreOutage(
-            one.store[:_TEXT_MAX], max(0.0, now - one.since), one.error[:_TEXT_MAX]
+            outage.store[:_TEXT_MAX], max(0.0, now - outage.since), outage.error[:_TEXT_MAX]
         )
-        for one in outages.now(now)[:_OUTAGES_MAX]
+        for outage in outages.now(now)[:_OUTAGES_MAX]
     )
 
 

@@ -354,32 +354,32 @@ def _advice(job: OpenedJob, member: ServedMember, arena_bytes: int) -> tuple[str
     rank of each other host the advice about its memory.
     """
     spec, place = member.spec, member.request.topology
-    told = []
+    texts = []
     if place.rank == 0:
-        told = [*_of_sources(job, spec), masks_advice(spec.transforms)]
+        texts = [*_of_sources(job, spec), masks_advice(spec.transforms)]
     if spec.shuffle:
         on_host = place.local_world_size * place.dp_size // place.world_size
         cluster = Cluster(place.dp_size, min(max(on_host, 1), place.dp_size))
         sources = tuple(_shuffled(job, spec))
         shuffled = ShuffledJob(sources, spec.lanes, cluster, spec.global_batch, arena_bytes)
         if place.rank == 0:
-            told.append(advice.advice(shuffled))
+            texts.append(advice.advice(shuffled))
         elif place.local_rank == 0:
-            told.append(advice.memory(shuffled))
-    return tuple(filter(None, told))
+            texts.append(advice.memory(shuffled))
+    return tuple(filter(None, texts))
 
 
 def _of_sources(job: OpenedJob, spec: JobSpec) -> list[str]:
     """Return advice on folders, on series of shards, and on packs, by source."""
-    names = [""] if spec.mixture is None else [one.name for one in spec.mixture.sources]
-    told = []
+    names = [""] if spec.mixture is None else [source.name for source in spec.mixture.sources]
+    texts = []
     for name, opened in zip(names, job.opened, strict=True):
         of_one = [opened.folders]
         if opened.view.pack is not None and opened.packing is not None:
             blocks = opened.manifest.block_count
             of_one.append(advice.packing(opened.packing, opened.view.pack, blocks))
-        told += [f"source {name!r}: {said}" if said and name else said for said in of_one]
-    return told
+        texts += [f"source {name!r}: {said}" if said and name else said for said in of_one]
+    return texts
 
 
 def _shuffled(job: OpenedJob, spec: JobSpec) -> list[ShuffledSource]:
@@ -389,13 +389,13 @@ def _shuffled(job: OpenedJob, spec: JobSpec) -> list[ShuffledSource]:
         (opened,), (dataset,) = job.opened, job.datasets
         stored, kept = opened.stored_bytes, dataset.kept_bytes
         return [ShuffledSource(opened.sizes, spec.window, spec.global_batch, stored, kept)]
-    found, total = [], sum(mixture.shares)
+    sources, total = [], sum(mixture.shares)
     for source, opened, dataset in zip(mixture.sources, job.opened, job.datasets, strict=True):
         share = source.share / total
         passes = share * job.sample_count / opened.manifest.sample_count
         read_bytes, kept = round(passes * opened.stored_bytes), dataset.kept_bytes
-        found.append(source_of_mixture(spec, source, opened.sizes, share, read_bytes, kept))
-    return [one for one in found if one.stored_bytes]
+        sources.append(source_of_mixture(spec, source, opened.sizes, share, read_bytes, kept))
+    return [source for source in sources if source.stored_bytes]
 
 
 # -- streams ---------------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ class _Job(Struct, eq=False):
     opened: _Opened | None = None
     closed_until: float = 0.0
     places: dict[object, MakingPlace] = field(default_factory=dict)
-    told: set[str] = field(default_factory=set)
+    logged: set[str] = field(default_factory=set)
 
 
 class Making:
@@ -211,8 +211,8 @@ class Making:
 
     def _tell(self, job: _Job, event: str, why: str, **facts: object) -> None:
         """Log this once for each job and reason."""
-        if why not in job.told and len(job.told) < _TOLD_MAX:
-            job.told.add(why)
+        if why not in job.logged and len(job.logged) < _TOLD_MAX:
+            job.logged.add(why)
             _trace.failed(event, job=job.job_id, why=why, **facts)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -265,7 +265,7 @@ class Making:
 
     async def _opened(self, job: _Job, opening: OpenJob) -> _Opened:
         check_names(opening)
-        names = (url for one in _parts(opening) for url in one.source.urls)
+        names = (url for part in _parts(opening) for url in part.source.urls)
         _check_within(job, map(normalise, names))
         opened = await self._opener.job(opening, job.digest)
         try:
@@ -330,7 +330,7 @@ class Making:
             stream = place.streams[key] = self._stream(job, place, now)
             self._start(self._begin(job, opened, place, stream, at))
         place.last_asked = now
-        coming = [one for one in wanted.coming if 1 <= one.count <= place.sizes.batches_max]
+        coming = [steps for steps in wanted.coming if 1 <= steps.count <= place.sizes.batches_max]
         stream.ask(Ask(ask.number, wanted.steps, ask.request.length, now), coming)
 
     def _place(
@@ -341,7 +341,7 @@ class Making:
         if place is not None:
             return place
         if len(job.places) >= _PLACES_MAX:
-            left = [key for key, each in job.places.items() if not each.streams]
+            left = [key for key, place in job.places.items() if not place.streams]
             if not left:
                 raise BudgetTooSmall(
                     f"slabs of this job are made for slots of {len(job.places)} sizes already: set "
@@ -355,7 +355,9 @@ class Making:
 
     def _stream(self, job: _Job, place: MakingPlace, now: float) -> AskedStream:
         count = sum(
-            len(each.streams) for one in self._jobs.values() for each in one.places.values()
+            len(other_place.streams)
+            for other_job in self._jobs.values()
+            for other_place in other_job.places.values()
         )
         if count >= _STREAMS_MAX:
             raise BudgetTooSmall(
@@ -488,8 +490,10 @@ class Neighbourhood:
         if ask.request.form is BlockForm.SLAB and self._making is not None:
             self._making.asked(ask)
             return
-        of_job = (each for name, each in self._engine.open_datasets() if name == ask.job_id)
-        dataset = next((each for each in of_job if each.digest == ask.request.dataset), None)
+        of_job = (dataset for name, dataset in self._engine.open_datasets() if name == ask.job_id)
+        dataset = next(
+            (dataset for dataset in of_job if dataset.digest == ask.request.dataset), None
+        )
         if dataset is not None and not self._may_lend(ask, dataset):
             dataset = None
         self._engine.lent.asked(ask, dataset)

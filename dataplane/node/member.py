@@ -348,28 +348,28 @@ def progress_of(member: ServedMember) -> MemberProgress:
 #    answer to the same question, from any node, at any time.
 
 
-def mix_of(spec: JobSpec, asked: MixHistory | None) -> MixHistory | None:
+def mix_of(spec: JobSpec, mix: MixHistory | None) -> MixHistory | None:
     """Return the weights of a requested stream: those of the spec unless it names others. None
     without a mixture.
 
     Raises:  ConfigError: they are not weights of this mixture.
     """
-    if spec.mixture is None or asked is None:
+    if spec.mixture is None or mix is None:
         return None if spec.mixture is None else spec.mixture.history
-    _check(spec.mixture, asked)
-    return asked
+    _check(spec.mixture, mix)
+    return mix
 
 
-def epoch_described(member: ServedMember, asked: DescribeEpoch) -> EpochDescribed:
+def epoch_described(member: ServedMember, question: DescribeEpoch) -> EpochDescribed:
     """Return the length of an epoch.
 
     Raises:  ConfigError: these are not weights of this mixture, or the epoch cannot be planned.
     """
-    spec = with_mix(member.spec, mix_of(member.spec, asked.mix))
-    return EpochDescribed(sample_count_of(spec, member.opened.manifests, asked.epoch))
+    spec = with_mix(member.spec, mix_of(member.spec, question.mix))
+    return EpochDescribed(sample_count_of(spec, member.opened.manifests, question.epoch))
 
 
-def weights_changed(member: ServedMember, asked: ChangeWeights) -> WeightsChanged:
+def weights_changed(member: ServedMember, question: ChangeWeights) -> WeightsChanged:
     """Return all weights if these come into force, and their place.
 
     Raises:  ConfigError: the job is no mixture, these are no weights for it, or an epoch cannot be
@@ -380,19 +380,19 @@ def weights_changed(member: ServedMember, asked: ChangeWeights) -> WeightsChange
         raise ConfigError(
             "this job reads one dataset: only a Mixture has weights", field="set_weights"
         )
-    mix_of(spec, asked.mix)
-    counts = [one.sample_count for one in member.opened.manifests]
-    mixed = mixed_of(with_mix(spec, asked.mix), counts)
-    changes, place = asked.mix.changes[1:], (asked.epoch, asked.cursor)
-    if asked.weights:
-        shares = shares_of(request, asked.weights, member.opened.datasets)
-        found, at = changed(mixed, changes, place, shares)
-        check_steps(mixed, found, spec.global_batch, spec.end)
+    mix_of(spec, question.mix)
+    counts = [manifest.sample_count for manifest in member.opened.manifests]
+    mixed = mixed_of(with_mix(spec, question.mix), counts)
+    changes, place = question.mix.changes[1:], (question.epoch, question.cursor)
+    if question.weights:
+        shares = shares_of(request, question.weights, member.opened.datasets)
+        share_changes, at = changed(mixed, changes, place, shares)
+        check_steps(mixed, share_changes, spec.global_batch, spec.end)
     else:
-        found, at = _as_opened(spec, spec.mixture, mixed, changes, place)
-    if not found or found[0].place != (0, 0):
-        found = (ShareChange(0, 0, mixed.shares), *found)
-    return WeightsChanged(MixHistory(found, asked.mix.length), *at)
+        share_changes, at = _as_opened(spec, spec.mixture, mixed, changes, place)
+    if not share_changes or share_changes[0].place != (0, 0):
+        share_changes = (ShareChange(0, 0, mixed.shares), *share_changes)
+    return WeightsChanged(MixHistory(share_changes, question.mix.length), *at)
 
 
 def refusal_of(member: ServedMember, proposal: MixProposal) -> str:
@@ -421,11 +421,15 @@ def _as_opened(
     before = tuple(change for change in changes if change.place < place)
     now = steps_before(mixed, before, place, spec.global_batch, spec.end)
     all_of_it = (ScheduledShares(0, mixture.shares), *mixture.schedule)
-    past = [one for one in all_of_it if one.step <= now]
-    coming = [ScheduledShares(one.step - now, one.shares) for one in all_of_it if one.step > now]
+    past = [change for change in all_of_it if change.step <= now]
+    coming = [
+        ScheduledShares(change.step - now, change.shares)
+        for change in all_of_it
+        if change.step > now
+    ]
     schedule: Sequence[ScheduledShares] = (ScheduledShares(0, past[-1].shares), *coming)
-    found = scheduled(mixed, before, place, schedule, spec.global_batch, spec.end)
-    return found, next_boundary(mixed, before, place)
+    scheduled_changes = scheduled(mixed, before, place, schedule, spec.global_batch, spec.end)
+    return scheduled_changes, next_boundary(mixed, before, place)
 
 
 def _check(mixture: MixtureSpec, mix: MixHistory) -> None:
@@ -459,41 +463,43 @@ _COLUMN_BYTES = 64
 Told = ColumnsDescribed | CategoriesRead | EpochDescribed | WeightsChanged
 
 
-async def describe(member: ServedMember, asked: Question) -> Told:
+async def describe(member: ServedMember, question: Question) -> Told:
     """Answer a question about the member's job. Of a list, the answer has as many entries as fit,
     from the requested first one on.
 
     Raises:  ConfigError: a column does not come as codes, or weights are invalid.
     """
-    if isinstance(asked, DescribeEpoch):
-        return await asyncio.to_thread(epoch_described, member, asked)
-    if isinstance(asked, ChangeWeights):
-        return await asyncio.to_thread(weights_changed, member, asked)
-    if isinstance(asked, ReadCategories):
-        return await asyncio.to_thread(_categories, member.dataset, asked)
+    if isinstance(question, DescribeEpoch):
+        return await asyncio.to_thread(epoch_described, member, question)
+    if isinstance(question, ChangeWeights):
+        return await asyncio.to_thread(weights_changed, member, question)
+    if isinstance(question, ReadCategories):
+        return await asyncio.to_thread(_categories, member.dataset, question)
     if member.described is None:
         member.described = await asyncio.to_thread(described_columns, member.opened)
-    columns, found, room = member.described, list[DescribedColumn](), _TEXT_BYTES_MAX
-    for column in columns[asked.first :]:
+    columns, described, room = member.described, list[DescribedColumn](), _TEXT_BYTES_MAX
+    for column in columns[question.first :]:
         room -= _COLUMN_BYTES + 4 * (len(column.spec.name) + len(column.stored_type))
-        if room < 0 and found:
+        if room < 0 and described:
             break
-        found.append(column)
-    return ColumnsDescribed(tuple(found), len(columns))
+        described.append(column)
+    return ColumnsDescribed(tuple(described), len(columns))
 
 
-def _categories(dataset: Dataset, asked: ReadCategories) -> CategoriesRead:
-    values = dataset.categories.get(asked.column)
+def _categories(dataset: Dataset, question: ReadCategories) -> CategoriesRead:
+    values = dataset.categories.get(question.column)
     if values is None:
         raise ConfigError(
-            f"column {asked.column!r} does not come as codes; the columns that do: "
+            f"column {question.column!r} does not come as codes; the columns that do: "
             f"{shown(dataset.categories) or 'none'}. Name it in codes=[…]",
-            field=asked.column,
+            field=question.column,
         )
-    leaf = next(leaf for leaf in dataset.columns.leaves.leaves if leaf.name == asked.column)
-    count, left = 1, len(values) - asked.first
-    part = values.slice(asked.first, 1)
-    while count < left and (more := values.slice(asked.first, 2 * count)).nbytes < _TEXT_BYTES_MAX:
+    leaf = next(leaf for leaf in dataset.columns.leaves.leaves if leaf.name == question.column)
+    count, left = 1, len(values) - question.first
+    part = values.slice(question.first, 1)
+    while (
+        count < left and (more := values.slice(question.first, 2 * count)).nbytes < _TEXT_BYTES_MAX
+    ):
         count, part = 2 * count, more
     return CategoriesRead(stream_of(shown_as(part, leaf)), len(values))
 

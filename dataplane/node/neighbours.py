@@ -74,7 +74,7 @@ class Lending:
         self._listener = listener
         self._node_id = node_id
         self._arena = arena
-        self._on_asked: OnAsked = lambda asked: self.refuse(asked.number)
+        self._on_asked: OnAsked = lambda request: self.refuse(request.number)
         self._on_given: OnGiven = lambda _: None
         self._trace = trace
         self._log, self._tls = log, tls
@@ -119,13 +119,13 @@ class Lending:
         if self._closed:
             return
         assert len(key) in {0, KEY_BYTES}
-        told = lending.LendingKeys(job_id, generation, key, only_under)
+        keys = lending.LendingKeys(job_id, generation, key, only_under)
         if key:
-            self._keys[job_id] = told
+            self._keys[job_id] = keys
         else:
             self._keys.pop(job_id, None)
         if self._is_started:
-            self._send(told)
+            self._send(keys)
         elif key:
             fork_server.acquire()
             self._is_started = True
@@ -198,7 +198,7 @@ class Lending:
         if self._restart is not None:
             self._restart.cancel()
         self._stop_writing()
-        left = [each for each in (self._process, self._ending) if each is not None]
+        left = [process for process in (self._process, self._ending) if process is not None]
         for stuck in kill_all(left):
             self._trace.failed("end of lender", pid=stuck.pid, why="stuck in kernel")
         self._listener.close()
@@ -445,7 +445,7 @@ class JobTables:
 
     def known(self) -> tuple[KnownNodes, ...]:
         """Return the tables that the coordinator need not send again."""
-        return tuple(KnownNodes(one.job_id, one.version) for one in self._by_job.values())
+        return tuple(KnownNodes(nodes.job_id, nodes.version) for nodes in self._by_job.values())
 
     def joined(self, nodes: JobNodes | None) -> None:
         """Apply the answer to a join. Answers may overtake each other: the newer generation stays,
@@ -505,11 +505,11 @@ class _Known(Struct, frozen=True):
     @classmethod
     def of(cls, nodes: JobNodes) -> _Known:
         """Select the owners: a node without memory for blocks owns none."""
-        lenders = tuple(one for one in nodes.nodes if one.arena_bytes)
-        names = [one.disk_id or one.node_id for one in lenders]
+        lenders = tuple(node for node in nodes.nodes if node.arena_bytes)
+        names = [node.disk_id or node.node_id for node in lenders]
         if len({*names}) < len(names):  # a folder was copied from one host to another
-            names = [one.node_id for one in lenders]
-        weighed = [Weighed(n, one.arena_bytes) for n, one in zip(names, lenders, strict=True)]
+            names = [node.node_id for node in lenders]
+        weighed = [Weighed(n, node.arena_bytes) for n, node in zip(names, lenders, strict=True)]
         return cls(nodes, lenders, Owners(weighed) if len(lenders) > 1 else None)
 
 

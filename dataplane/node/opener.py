@@ -122,8 +122,8 @@ class OpenedJob(Struct, frozen=True):
     @property
     def codes(self) -> tuple[str, ...]:
         """Hashes of the files that define its functions."""
-        made = [*(one.mapped for one in self.datasets), self.collated]
-        return tuple(one.code for one in made if one is not None)
+        made = [*(dataset.mapped for dataset in self.datasets), self.collated]
+        return tuple(function.code for function in made if function is not None)
 
     @property
     def names_sources(self) -> bool:
@@ -133,27 +133,27 @@ class OpenedJob(Struct, frozen=True):
     @property
     def largest(self) -> Dataset:
         """The dataset with the largest samples."""
-        return max(self.datasets, key=lambda each: each.row_bytes)
+        return max(self.datasets, key=lambda dataset: dataset.row_bytes)
 
     @property
     def manifests(self) -> tuple[Manifest, ...]:
         """The manifests of all datasets."""
-        return tuple(one.manifest for one in self.opened)
+        return tuple(part.manifest for part in self.opened)
 
     @property
     def urls(self) -> tuple[str, ...]:
         """The urls of all datasets."""
-        return tuple(url for one in self.opened for url in one.manifest.urls)
+        return tuple(url for part in self.opened for url in part.manifest.urls)
 
     @property
     def shard_count(self) -> int:
         """The number of shards of all datasets."""
-        return sum(len(one.manifest.shards) for one in self.opened)
+        return sum(len(part.manifest.shards) for part in self.opened)
 
     @property
     def block_count(self) -> int:
         """The number of blocks of all datasets."""
-        return sum(one.manifest.block_count for one in self.opened)
+        return sum(part.manifest.block_count for part in self.opened)
 
 
 class DatasetOpener:
@@ -192,7 +192,7 @@ class DatasetOpener:
             future = asyncio.ensure_future(self._open(key))
             self._manifests[key] = future
             future.add_done_callback(partial(self._forget_failed, key))
-            others = [each for each in self._manifests if each.launch != key.launch]
+            others = [wanted for wanted in self._manifests if wanted.launch != key.launch]
             if len(others) > _MANIFESTS_MAX:
                 self._forget(others[0])
         return await asyncio.shield(future)
@@ -249,9 +249,9 @@ class DatasetOpener:
                 field="codes",
             )
         opened = await self.manifests(request)
-        requests = with_windows(request, [one.sizes for one in opened])
+        requests = with_windows(request, [part.sizes for part in opened])
         specs = tuple(map(spec_of, opened, requests))
-        manifests = [one.manifest for one in opened]
+        manifests = [part.manifest for part in opened]
         pairs = list(zip(manifests, specs, strict=True))
         # Rows of packed and of other blocks cannot be gathered together.
         sources, mapped, packed = request.mixture.sources, [], True
@@ -261,11 +261,13 @@ class DatasetOpener:
                 packed = await self.datasets.can_pack(*pair, mapped[-1]) and packed
         datasets = list[Dataset]()
         try:
-            for source, each, pair, made in zip(sources, opened, pairs, mapped, strict=True):
+            for source, opened_source, pair, made in zip(
+                sources, opened, pairs, mapped, strict=True
+            ):
                 with _naming(source):
                     datasets.append(await self.datasets.open(*pair, {}, made, packed=packed))
-                await self._inherit(each, datasets[-1])
-            check_columns([each.name for each in sources], datasets)
+                await self._inherit(opened_source, datasets[-1])
+            check_columns([source.name for source in sources], datasets)
             spec = mixed_spec(request, specs, datasets)
             self._check_digest(request, spec, digest)
             delivered_columns(datasets[0].columns.specs, spec)
@@ -279,7 +281,7 @@ class DatasetOpener:
             for dataset in datasets:
                 self.forget_unread(dataset)
             raise
-        identity = mixed_identity([one.identity for one in opened])
+        identity = mixed_identity([part.identity for part in opened])
         return OpenedJob(spec, opened, tuple(datasets), identity, count, collated)
 
     async def _inherit(self, opened: Opened, dataset: Dataset) -> None:
@@ -289,16 +291,16 @@ class DatasetOpener:
             await self._engine.inherit(dataset, former)
 
     def _check_digest(self, request: messages.OpenJob, spec: JobSpec, digest: str) -> None:
-        found = changes_of(request.entries).job_digest(spec.slabs_digest)
-        if digest and found != digest:
+        own = changes_of(request.entries).job_digest(spec.slabs_digest)
+        if digest and digest != own:
             self.forget_manifests(request.job_id)
             raise SpecMismatch(
                 f"another node has a job of digest {digest}, and here its spec has "
-                f"{found}: fingerprint {spec.fingerprint}, {spec.lanes} lanes, window "
+                f"{own}: fingerprint {spec.fingerprint}, {spec.lanes} lanes, window "
                 f"{spec.window}. The dataset was changed, or its shards are others here",
                 field="digest",
                 expected=digest,
-                found=found,
+                found=own,
             )
 
     def keep(self, job: OpenedJob) -> OpenedJob:
@@ -380,9 +382,9 @@ def check_names(request: messages.OpenJob) -> None:
     check_name("member_id", request.member_id)
     check_name("sharing", request.sharing, needed=False)
     check_name("format", request.source.format, needed=False)
-    for each in () if request.mixture is None else request.mixture.sources:
-        check_name("source", each.name)
-        check_name("format", each.source.format, needed=False)
+    for source in () if request.mixture is None else request.mixture.sources:
+        check_name("source", source.name)
+        check_name("format", source.source.format, needed=False)
 
 
 def check_blocks(dataset: Dataset, budget: int) -> None:

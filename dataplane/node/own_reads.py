@@ -119,8 +119,8 @@ class OwnReads:
         Raises:  DataplaneError: as any job that reads it, or it has no rows.
         """
         async with contextlib.aclosing(self.slabs(dataset, spec, order)) as slabs:
-            async for each in slabs:
-                return each
+            async for slab in slabs:
+                return slab
         raise DataplaneError("the first block has no rows")
 
 
@@ -267,8 +267,8 @@ class MappedReader:
         order = Order(np.ones(1, np.int64), 0, False, 1, 1, 0)
         slab, content = await self._reads.first_slab(dataset, own, order)
         column = decode(Layout, slab.layout).columns[0]
-        found = texts(np.frombuffer(content, np.uint8), column, 0, 1)
-        return MappedColumns.from_bytes(found.values.tobytes())
+        decoded = texts(np.frombuffer(content, np.uint8), column, 0, 1)
+        return MappedColumns.from_bytes(decoded.values.tobytes())
 
 
 def check_has_workers(config: NodeConfig, argument: str, name: str) -> None:

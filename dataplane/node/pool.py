@@ -134,16 +134,18 @@ class WorkerPool:
         killed if they hang, and all that wait for one of these. A worker that is being ended may
         hang in the kernel for ever.
         """
-        tasks_now = [one.task for one in self._workers if one.task and not one.is_ending]
-        found = {task.dataset.dataset_id for task in tasks_now}
-        return frozenset(found | self._queue.waiting) if found else frozenset()
+        tasks_now = [
+            worker.task for worker in self._workers if worker.task and not worker.is_ending
+        ]
+        dataset_ids = {task.dataset.dataset_id for task in tasks_now}
+        return frozenset(dataset_ids | self._queue.waiting) if dataset_ids else frozenset()
 
     def submit(self, task: PoolTask, urgency: int) -> None:
         """Queue a task. The smallest urgency goes first, then the oldest, except for long tasks:
         see TaskQueue. If the task names a worker that is idle now, that worker begins at once,
         since it has done most of the work.
         """
-        able = task.worker and [one for one in self._workers if one.number == task.worker]
+        able = task.worker and [worker for worker in self._workers if worker.number == task.worker]
         if able and able[0].is_idle:
             self._give(able[0], task)
             return
@@ -238,13 +240,13 @@ class WorkerPool:
 
     def _dispatch(self) -> None:
         # Not by process ids, which are waited for while the fork server is still starting.
-        while idle := {each.number: each for each in self._workers if each.is_idle}:
+        while idle := {worker.number: worker for worker in self._workers if worker.is_idle}:
             able = [worker for worker in self._workers if not worker.is_ending]
-            busy = {each.number: each.task for each in able if each.task is not None}
-            found = self._queue.take(list(idle), busy, len(able), time.monotonic())
-            if found is None:
+            busy = {worker.number: worker.task for worker in able if worker.task is not None}
+            next_task = self._queue.take(list(idle), busy, len(able), time.monotonic())
+            if next_task is None:
                 return
-            task, number = found
+            task, number = next_task
             self._give(idle[number], task)
 
     def _give(self, worker: PoolWorker, task: PoolTask) -> None:

@@ -330,8 +330,8 @@ class _Line(Struct, eq=False):
     @property
     def first(self) -> tuple[int, int] | None:
         """Return the urgency and number of the task that goes first, if any waits."""
-        found = ((urgency, each.tasks[0][0]) for urgency, each in self.by_urgency.items())
-        return min(found, default=None)
+        oldest = ((urgency, line.tasks[0][0]) for urgency, line in self.by_urgency.items())
+        return min(oldest, default=None)
 
 
 class TaskQueue:
@@ -404,7 +404,7 @@ class TaskQueue:
         line = self._lines.get(dataset_id)
         removed: list[PoolTask] = []
         for urgency, waiting in [] if line is None else list(line.by_urgency.items()):
-            left = deque(one for one in waiting.tasks if not is_unwanted(one[1]))
+            left = deque(task for task in waiting.tasks if not is_unwanted(task[1]))
             removed += [task for _, task in waiting.tasks if is_unwanted(task)]
             waiting.tasks = left
             if line is not None and not left:

@@ -344,15 +344,17 @@ class TrainerConnection:
     async def _send_work(self, request_id: int, body: messages.OpenJob) -> None:
         """Say how far the work on the job's datasets is, whenever it has advanced."""
         sources = () if body.mixture is None else body.mixture.sources
-        urls = {*body.source.urls, *chain.from_iterable(each.source.urls for each in sources)}
+        urls = {*body.source.urls, *chain.from_iterable(source.source.urls for source in sources)}
         last: tuple[str, int] | None = None
         while True:
             await asyncio.sleep(_WORK_S)
             work = work_on(urls)
             if work is not None and (work.what, work.done) != last:
                 last = work.what, work.done
-                told = messages.Working(work.what, work.done, work.total, work.unit, work.left_s)
-                self.send(request_id, told)
+                progress = messages.Working(
+                    work.what, work.done, work.total, work.unit, work.left_s
+                )
+                self.send(request_id, progress)
 
     async def _open_stream(self, request_id: int, body: messages.OpenStream) -> None:
         member, ready = self._member(body.job_id), self._server.heartbeat.wait_gathered
@@ -427,12 +429,14 @@ class TrainerConnection:
     def _drop_streams(self, member: ServedMember) -> None:
         """Forget the streams of a member that leaves this connection."""
         gone = {stream_id for stream_id, owner in self._streams.items() if owner is member}
-        self._streams = {key: one for key, one in self._streams.items() if key not in gone}
+        self._streams = {key: member for key, member in self._streams.items() if key not in gone}
         self._forget_slabs(gone)
 
     def _forget_slabs(self, streams: set[int]) -> None:
         awaited = self._awaited_slabs
-        self._awaited_slabs = {key: one for key, one in awaited.items() if one not in streams}
+        self._awaited_slabs = {
+            key: stream_id for key, stream_id in awaited.items() if stream_id not in streams
+        }
 
 
 class NodeServer:
@@ -459,8 +463,8 @@ class NodeServer:
         self._had_session = False
         self.last_pids: deque[int] = deque(maxlen=_LAST_PIDS)
         self._arena = Arena.create("dataplane-blocks", config.block_arena_bytes)
-        found = NodeStores(config) if early is None else early.stores
-        self.outages, self._stores = found.outages, found.stores
+        opened = NodeStores(config) if early is None else early.stores
+        self.outages, self._stores = opened.outages, opened.stores
         pauses = self._stores.pauses
         self._fetcher = Fetcher.of(config, self._arena, self.trace, self.outages, pauses)
         self._pool = pool or WorkerPool.of(config, self.trace)

@@ -209,12 +209,12 @@ def _arena_of(content: Content) -> Arena:
 
     Raises:  BudgetTooSmall: there is no memory for it.
     """
-    found = content()
-    arena = Arena.create("dataplane-manifest", HEAD_BYTES + len(found))
+    body = content()
+    arena = Arena.create("dataplane-manifest", HEAD_BYTES + len(body))
     try:
         arena.reserve(0, arena.size_bytes)
-        copy_into(len(found).to_bytes(HEAD_BYTES, "little"), arena.view(0, HEAD_BYTES))
-        copy_into(found, arena.view(HEAD_BYTES, len(found)))
+        copy_into(len(body).to_bytes(HEAD_BYTES, "little"), arena.view(0, HEAD_BYTES))
+        copy_into(body, arena.view(HEAD_BYTES, len(body)))
     except BaseException:
         arena.close()
         raise
@@ -302,7 +302,7 @@ class SharedManifests:
             self._node_id, wanted.job_id, wanted.incarnation, wanted.name,
             declared([normalise(url) for url in wanted.source.urls]), self._address,
         )  # fmt: skip
-        told = refused_by = ""
+        holder = refused_by = ""
         failed = 0
         while True:
             answer = await self._asked(replace(request, refused_by=refused_by))
@@ -314,15 +314,15 @@ class SharedManifests:
             if failed == _FETCHES_MAX:
                 return await make(None)
             if answer.turn is ManifestTurn.FETCH:
-                found = await self._fetched(wanted, answer)
-                if found is not None:
-                    return await self._kept(wanted, request, await make(found))
+                manifest = await self._fetched(wanted, answer)
+                if manifest is not None:
+                    return await self._kept(wanted, request, await make(manifest))
                 refused_by, failed = answer.node_id, failed + 1
                 continue
-            if told != answer.node_id:
-                told = answer.node_id
+            if holder != answer.node_id:
+                holder = answer.node_id
                 urls = ", ".join(request.urls)
-                _trace.noted("another node opens the dataset", node=told, dataset=urls)
+                _trace.noted("another node opens the dataset", node=holder, dataset=urls)
             await self._pause(wanted, answer)
 
     async def _pause(self, wanted: Wanted, answer: ShareManifestResponse) -> None:
@@ -365,7 +365,7 @@ class SharedManifests:
         """
         renewing = background.start("manifest", self._renew(wanted, request, word_s))
         try:
-            found = await make(None)
+            opened = await make(None)
         except BaseException:
             # Another node tries: the fault may be of this one.
             failed = replace(request, state=ManifestState.FAILED)
@@ -373,31 +373,31 @@ class SharedManifests:
             raise
         finally:
             renewing.cancel()
-        return await self._kept(wanted, request, found, make)
+        return await self._kept(wanted, request, opened, make)
 
     async def _kept(
         self,
         wanted: Wanted,
         request: ShareManifestRequest,
-        found: T,
+        opened: T,
         make: Make[T] | None = None,
     ) -> T:
         """Keep a manifest for others, too. If they have another one, theirs is used instead."""
-        held = replace(request, state=ManifestState.HELD, fingerprint=found.fingerprint)
+        held = replace(request, state=ManifestState.HELD, fingerprint=opened.fingerprint)
         try:
             answer = await self._coordination.share_manifest(held)
         except DataplaneError as error:
             _trace.failed("a manifest is not shared", dataset=request.urls, why=str(error))
-            return found
+            return opened
         if answer.turn is ManifestTurn.KEEP and self._lent is not None:
             self.forget(wanted)  # that of a coordinator before its restart
             self._lines[wanted] = answer.line, answer.generation
-            self._lent.keep(answer.line, answer.generation, answer.key, found.handed_on)
+            self._lent.keep(answer.line, answer.generation, answer.key, opened.handed_on)
         elif answer.turn is ManifestTurn.FETCH and make is not None:
             theirs = await self._fetched(wanted, answer)
             if theirs is not None:
                 return await self._kept(wanted, request, await make(theirs))
-        return found
+        return opened
 
     async def _renew(self, wanted: Wanted, request: ShareManifestRequest, word_s: float) -> None:
         while True:
@@ -416,26 +416,26 @@ class SharedManifests:
         began = asyncio.get_running_loop().time()
         try:
             content = await self._read(answer)
-            found = await asyncio.to_thread(_checked, content, answer.node_id, wanted)
+            manifest = await asyncio.to_thread(_checked, content, answer.node_id, wanted)
         except DataplaneError as error:
             why = str(error)
             _trace.failed("no manifest from another node", node=answer.node_id, why=why)
             return None
         took_s = round(asyncio.get_running_loop().time() - began, 3)
-        shards = len(found.shards)
+        shards = len(manifest.shards)
         _trace.noted(
             "manifest from another node", node=answer.node_id, shards=shards,
             bytes=len(content), took_s=took_s,
         )  # fmt: skip
         try:
-            await asyncio.to_thread(self._remember, found, content)
+            await asyncio.to_thread(self._remember, manifest, content)
         except DataplaneError as error:  # a folder that is full: no fault of the other node
             _trace.failed("a manifest is not kept for the next time", why=str(error))
-        return found
+        return manifest
 
-    def _remember(self, found: Manifest, content: bytearray) -> None:
+    def _remember(self, manifest: Manifest, content: bytearray) -> None:
         if self._config.cache_dir:
-            keep_given(self._config.cache_dir, found, content)
+            keep_given(self._config.cache_dir, manifest, content)
 
     async def _read(self, answer: ShareManifestResponse) -> bytearray:
         """Read the bytes of another node's manifest.
@@ -503,17 +503,17 @@ def _checked(content: bytearray, node_id: str, wanted: Wanted) -> Manifest:
     Raises:  CorruptShard, ConfigError: it is damaged, or of another dataset.
     """
     name = f"the manifest of node {node_id}"
-    found = Manifest.from_bytes(content, name)
+    manifest = Manifest.from_bytes(content, name)
     urls, format_ = tuple(map(normalise, wanted.source.urls)), wanted.source.format
-    if found.urls != urls or format_ not in {"", found.format}:
+    if manifest.urls != urls or format_ not in {"", manifest.format}:
         raise CorruptShard(f"{name} is of another dataset", expected=shown(urls))
-    is_below = np.zeros(len(found.shards), np.bool_)
+    is_below = np.zeros(len(manifest.shards), np.bool_)
     for prefix in _prefixes(urls):
-        is_below |= found.shards.urls.starting_with(prefix.encode())
+        is_below |= manifest.shards.urls.starting_with(prefix.encode())
     if not is_below.all():
-        url = found.shards.urls[int(is_below.argmin())]
+        url = manifest.shards.urls[int(is_below.argmin())]
         raise CorruptShard(f"{name} has a shard that lies elsewhere: {url}", expected=shown(urls))
-    return found
+    return manifest
 
 
 def _prefixes(urls: Sequence[str]) -> Sequence[str]:

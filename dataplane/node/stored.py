@@ -165,8 +165,8 @@ class Preambles:
         kept = self._held.get(key)
         if kept is None:
             return raw, ()
-        told = replace(raw, kept_preamble=kept.region, preamble_number=kept.number)
-        return told, ((tasks.PREAMBLE_ARENA, self.arena.fd),)
+        ref = replace(raw, kept_preamble=kept.region, preamble_number=kept.number)
+        return ref, ((tasks.PREAMBLE_ARENA, self.arena.fd),)
 
     def copy(
         self,
@@ -350,11 +350,11 @@ def _take(fd: int, path: Path, deadline: float) -> None:
 
 def _disk_id(file: Path) -> str:
     """Return the id of this folder, created at the first start."""
-    found = file.read_text("ascii", "replace") if file.exists() else ""
-    if not _DISK_ID.fullmatch(found):
-        found = secrets.token_hex(8)
-        publish(file, found.encode())
-    return found
+    disk_id = file.read_text("ascii", "replace") if file.exists() else ""
+    if not _DISK_ID.fullmatch(disk_id):
+        disk_id = secrets.token_hex(8)
+        publish(file, disk_id.encode())
+    return disk_id
 
 
 def _owner(fd: int) -> str:
