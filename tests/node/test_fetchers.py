@@ -323,6 +323,9 @@ def test_whatever_a_store_raises_is_reported(failure: BaseException) -> None:
 
         def trouble(self, url: str) -> None: ...
 
+        def take_counts(self) -> tuple[()]:
+            return ()
+
         pauses = Pauses()
 
     arena, broken = Arena.create("blocks", ARENA_BYTES), Broken()
