@@ -1,10 +1,7 @@
-"""The byte ranges of a shard that indexing reads first. This module imports no library, unlike the
-formats, so that a new process can start reading before its other imports.
-"""
+"""The byte ranges of a shard that indexing reads first."""
 
 from __future__ import annotations
 
-from dataplane.base import suffixes
 from dataplane.model.records import Region
 
 PROBE_BYTES = 64 << 10
@@ -22,13 +19,3 @@ def of_parquet(size_bytes: int) -> tuple[Region, ...]:
     """Return the end of the shard, where most footers fit."""
     length = min(size_bytes, PROBE_BYTES)
     return (Region(size_bytes - length, length),)
-
-
-_BY_FORMAT = {"arrow": of_arrow, "parquet": of_parquet}
-
-
-def first_reads(url: str, size_bytes: int) -> tuple[Region, ...]:
-    """Return `first_reads` of the format that the url's suffix names; () if there is none."""
-    suffix = suffixes.suffix_of(url)
-    name = next((name for name, own in suffixes.BY_FORMAT.items() if suffix in own), "")
-    return _BY_FORMAT[name](size_bytes) if suffix and name in _BY_FORMAT else ()

@@ -8,7 +8,7 @@
    another list, are not indexed again (journal.py).
 5. Made: the other shards are indexed, in workers (processes.py), and checked to agree (run.py).
 
-An embedded node begins with 2 at its start, with what its scout reads (node/manifests.py).
+An embedded node begins at its start, for the loader that starts it (node/manifests.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from dataplane.index.journal import (
 )
 from dataplane.index.processes import IndexProcesses
 from dataplane.index.run import BeginBatches, Connect, IndexRun, IndexShard, Progress, StoredShard
-from dataplane.index.scout import Scouted
 from dataplane.index.slow import LongWork
 from dataplane.model.config import NodeConfig
 from dataplane.model.errors import ConfigError, ShardNotFound
@@ -61,7 +60,6 @@ def open_manifest(
     source: DatasetSource,
     *,
     given: Manifest | None = None,
-    scouted: Scouted | None = None,
     keep: KeepPreamble | None = None,
     progress: Progress | None = None,
     workers: int = _INDEXED_AT_ONCE,
@@ -74,8 +72,7 @@ def open_manifest(
     """
     if given is not None:
         return given
-    read = () if scouted is None else scouted.parts
-    indexers = IndexProcesses.of(config, keep, stores.pauses, read, is_policed=not config.embedded)
+    indexers = IndexProcesses.of(config, keep, stores.pauses, is_policed=not config.embedded)
     with indexers as processes, LongWork("indexing", source.urls, "shards", _ADVICE) as work:
         return index_dataset(
             source.urls,
@@ -86,7 +83,6 @@ def open_manifest(
             connect=stores.connect,
             index_shard=processes.index,
             begin_batches=processes.begin_batches,
-            scouted=scouted,
         )
 
 
@@ -100,15 +96,13 @@ def index_dataset(
     connect: Connect = connect,
     index_shard: IndexShard | None = None,
     begin_batches: BeginBatches | None = None,
-    scouted: Scouted | None = None,
 ) -> Manifest:
     """Return the manifest of the shards that `urls` name: saved, from the cache, or newly made. A
     cache folder of "" caches nothing.
 
     `progress` is called in the caller's thread, at the start and after each shard. `index_shard` is
     called in threads, for the shards that `begin_batches` leaves out, or for all. By default it
-    parses bytes in this process, so use the default only for trusted bytes. What was `scouted` is
-    not read again.
+    parses bytes in this process, so use the default only for trusted bytes.
 
     Raises:  ConfigError: no shards, several formats, no samples, no such format or cache folder.
     SchemaMismatch: two shards differ.  CorruptShard: a shard or a saved manifest is damaged.  The
@@ -117,11 +111,9 @@ def index_dataset(
     given = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
     names = [normalise(url) for url in given]
     if any(name.endswith(suffixes.MANIFEST) for name in names):
-        content = scouted.manifest if scouted is not None else b""
-        return Manifest.from_bytes(content or _saved(names, connect), names[0])
+        return Manifest.from_bytes(_saved(names, connect), names[0])
     with collector.resting():
-        objects = expand(names, connect) if scouted is None else scouted.objects
-        chosen, listed = choose_shards(objects, names, format_name, connect)
+        chosen, listed = choose_shards(expand(names, connect), names, format_name, connect)
         _warn_of_versions(listed)
         version = version_of(chosen)
         keys = shard_keys(version, listed)

@@ -33,10 +33,9 @@ from dataplane.formats.index_frames import decode_index
 from dataplane.index.batches import IndexBatches, KeepPreamble
 from dataplane.index.indexer_process import IndexerEnded, IndexerProcess, Order
 from dataplane.index.run import StoredShard
-from dataplane.index.scout import Part
 from dataplane.model.config import NodeConfig
 from dataplane.model.errors import StoreError
-from dataplane.model.records import ObjectInfo, Region
+from dataplane.model.records import ObjectInfo
 from dataplane.plan.manifest import Int64
 from dataplane.rpc import fetches, tasks
 from dataplane.store.outage import Pauses
@@ -65,8 +64,7 @@ _FirstParts = list[tuple[int, "Future[Buffer]"]]
 class IndexProcesses:
     """The processes of one run. Thread-safe. Use as a context: its end kills them. `keep` gets the
     preambles that are read. `reading` says how processes reach stores, if any of them may; `pauses`
-    are the stores' pauses, which processes keep and report. `scouted` are parts of shards that were
-    read already.
+    are the stores' pauses, which processes keep and report.
     """
 
     def __init__(
@@ -77,12 +75,10 @@ class IndexProcesses:
         keep: KeepPreamble | None = None,
         reading: fetches.StartFetching | None = None,
         pauses: Pauses | None = None,
-        scouted: Sequence[Part] = (),
     ) -> None:
         self._memory, self._task_timeout_s, self._keep = memory, task_timeout_s, keep
         self._process_count, self._reading = process_count, reading
         self._pauses = pauses or Pauses()
-        self._scouted = {(url, at, len(content)): content for url, at, content in scouted}
         self._reads = ThreadPoolExecutor(_READS_AT_ONCE, "dataplane-index-read")
         self._choosing, self._alone = threading.Lock(), threading.Lock()
         self._shared: list[IndexerProcess] = []
@@ -94,7 +90,6 @@ class IndexProcesses:
         config: NodeConfig,
         keep: KeepPreamble | None = None,
         pauses: Pauses | None = None,
-        scouted: Sequence[Part] = (),
         *,
         is_policed: bool = False,
     ) -> Self:
@@ -114,7 +109,6 @@ class IndexProcesses:
                 allowed_urls=prefixes_of(config.allowed_urls) if is_policed else (),
             ),
             pauses,
-            scouted,
         )
 
     def __enter__(self) -> Self:
@@ -200,15 +194,10 @@ class IndexProcesses:
         or two round trips, and the messages.
         """
         places = first_reads(format_, shard.size_bytes)
-        return [(place.offset, self._first_part(shard, place)) for place in places]
-
-    def _first_part(self, shard: StoredShard, place: Region) -> Future[Buffer]:
-        content = self._scouted.pop((shard.url, place.offset, place.length), None)
-        if content is None:
-            return self._reads.submit(shard.read, place.offset, place.length)
-        part: Future[Buffer] = Future()
-        part.set_result(content)
-        return part
+        return [
+            (place.offset, self._reads.submit(shard.read, place.offset, place.length))
+            for place in places
+        ]
 
     def _kept(self, listed: ObjectInfo, parts: _FirstParts, index: ShardIndex) -> ShardIndex:
         """Return the index. The preamble is passed to `keep` if it came with the first parts."""

@@ -21,12 +21,12 @@ from dataplane.base import bytecode
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
-    from dataplane.index.scout import Opening
     from dataplane.model.config import NodeConfig
     from dataplane.node.manifests import EarlyOpening
     from dataplane.node.pool import WorkerPool
+    from dataplane.rpc.messages import DatasetSource
 
 _DORMANT_LINGERS, _DORMANT_S_MIN = 30, 1.0
 _LOOK_S = 0.5
@@ -62,7 +62,7 @@ def main() -> int:
         return 0
     from dataplane.index import indexing  # noqa: F401 - numpy and pyarrow, once for both processes
 
-    is_remote = opening is not None and opening.scout is not None
+    is_remote = opening is not None and _is_remote(opening.urls)
     fork_server.acquire(stderr_fd, lambda fd: _be_fork_server(fd, is_remote=is_remote))
     import asyncio
 
@@ -83,23 +83,32 @@ def _be_fork_server(descriptor: int, *, is_remote: bool = False, has_time: bool 
     main(descriptor, is_remote=is_remote, has_time=has_time)
 
 
-def _opening(descriptor: int) -> Opening:
-    """Read the dataset to open first, which the trainer has written. A scout lists it while this
-    process imports the rest.
-    """
+def _opening(descriptor: int) -> DatasetSource:
+    """Read the dataset to open first, which the trainer has written."""
     import msgspec
 
-    from dataplane.index.scout import Opening, scout
     from dataplane.model.typed import complete
+    from dataplane.rpc.messages import DatasetSource
 
     with open(descriptor, "rb") as named:
-        urls, shard_format = msgspec.json.decode(
-            named.read(), type=complete(tuple[tuple[str, ...], str])
-        )
-    return Opening(urls, shard_format, scout(urls))
+        content = named.read()
+    return DatasetSource(*msgspec.json.decode(content, type=complete(tuple[tuple[str, ...], str])))
 
 
-async def _to_the_end(descriptor: int, stderr_fd: int | None, opening: Opening | None) -> None:
+def _is_remote(urls: Sequence[str]) -> bool:
+    """Whether this dataset lies in an object store."""
+    from dataplane.model.errors import DataplaneError
+    from dataplane.store.urls import local_path, normalise
+
+    try:
+        return all(local_path(normalise(url)) is None for url in urls)
+    except DataplaneError:
+        return False  # the node says what is wrong
+
+
+async def _to_the_end(
+    descriptor: int, stderr_fd: int | None, opening: DatasetSource | None
+) -> None:
     """Run a node, then exit at once: a thread may be stuck in a read from a store that hangs."""
     status = await _embedded(descriptor, stderr_fd, opening)
     sys.stderr.flush()
@@ -118,7 +127,7 @@ def _started(stderr_fd: int | None) -> None:
         os.dup2(stderr_fd, 2)
 
 
-async def _embedded(descriptor: int, stderr_fd: int | None, opening: Opening | None) -> int:
+async def _embedded(descriptor: int, stderr_fd: int | None, opening: DatasetSource | None) -> int:
     import asyncio
 
     from msgspec import structs
@@ -127,7 +136,7 @@ async def _embedded(descriptor: int, stderr_fd: int | None, opening: Opening | N
     from dataplane.base.machine import raise_descriptor_limit
     from dataplane.base.trace import Trace, configure
     from dataplane.model.errors import DataplaneError
-    from dataplane.node.pool import WorkerPool
+    from dataplane.node.manifests import EarlyOpening
     from dataplane.settings import default_node_config
 
     background.end_process_on_failure()
@@ -140,16 +149,19 @@ async def _embedded(descriptor: int, stderr_fd: int | None, opening: Opening | N
     try:
         config = structs.replace(default_node_config(), embedded=True)
         configure(config.log_level, config.log_format)
+        # Before further imports: it waits for a store most of the time.
+        early = None if opening is None else EarlyOpening(config, opening)
+        from dataplane.node.pool import WorkerPool
+
         while True:
             pool = WorkerPool.of(config, Trace("node"), stderr_fd)
             try:
-                early = None if opening is None else _early(config, opening)
                 trainers = await _serve(config, descriptor, pool, stop, stderr_fd, early)
             finally:
                 pool.close()
             if not await _is_wanted_again(descriptor, trainers, config.linger_s, stop):
                 return 0
-            opening = None
+            early = None
     except DataplaneError as error:
         sys.stderr.write(f"dataplane node: {error}\n")
         return _REFUSED
@@ -184,15 +196,6 @@ async def _is_wanted_again(
     finally:
         loop.remove_reader(descriptor)
     return False
-
-
-def _early(config: NodeConfig, opening: Opening) -> EarlyOpening:
-    """Begin to open the dataset while this process still imports."""
-    from dataplane.node.manifests import EarlyOpening
-    from dataplane.rpc.messages import DatasetSource
-
-    source = DatasetSource(opening.urls, opening.format_name)
-    return EarlyOpening(config, source, opening.scout)
 
 
 async def _serve(

@@ -28,6 +28,7 @@ from dataplane.base import collector, machine
 from dataplane.formats import registry
 from dataplane.model.errors import PeerLost
 from dataplane.rpc import local, tasks
+from dataplane.rpc.codec import decode, encode
 from dataplane.worker import worker
 from dataplane.worker.death import NOT_STARTED
 
@@ -77,6 +78,8 @@ def main(descriptor: int, *, is_remote: bool = False, has_time: bool = False) ->
         # The rest is imported once for all workers, instead of by each that needs it.
         if has_time:  # they were requested already, and would import it each, for their first task
             _formats()
+        # Builds the decoder, 4 ms of CPU, for all workers.
+        decode(tasks.Task, encode(tasks.Task(tasks.DetachArena(0))))
         server = _ForkServer(sock, [*([_fetcher] if is_remote else []), _formats, _compute])
         server.run()
 

@@ -27,11 +27,8 @@ from dataplane.store.outage import Outages
 from dataplane.store.urls import prefixes_of
 
 if TYPE_CHECKING:
-    from dataplane.index.scout import Scout
     from dataplane.store.policy import UrlPolicy
 
-_SCOUT_S = 1.0
-"""A dataset that is not listed by then is large, or its store is slow."""
 _ADVICE = "`dataplane index … --where … -o FILE` does this once for all runs"
 
 
@@ -63,13 +60,11 @@ class NodeStores:
 
 
 class EarlyOpening:
-    """Opens this dataset in a thread, with what the scout reads."""
+    """Opens this dataset in a thread."""
 
-    def __init__(
-        self, config: NodeConfig, source: DatasetSource, scout: Scout | None = None
-    ) -> None:
+    def __init__(self, config: NodeConfig, source: DatasetSource) -> None:
         self.stores = NodeStores(config)
-        self._config, self._source, self._scout = config, source, scout
+        self._config, self._source = config, source
         self._lock = threading.Lock()
         self._taken = False
         self._keep: KeepPreamble | None = None
@@ -99,11 +94,8 @@ class EarlyOpening:
 
     def _open(self) -> None:
         try:
-            scouted = None if self._scout is None else self._scout.result(_SCOUT_S)
-            opened = open_manifest(
-                self._config, self.stores.stores, self._source,
-                scouted=scouted, keep=self._remember,
-            )  # fmt: skip
+            stores = self.stores.stores
+            opened = open_manifest(self._config, stores, self._source, keep=self._remember)
         except BaseException as error:  # noqa: BLE001 - raised for who takes it, also a panic
             self._opened.set_exception(error)
         else:

@@ -119,7 +119,7 @@ def test_an_embedded_node_serves_a_dataset_without_heavy_modules(
         threading.Event().wait(0.02)
     modules = set(noted.read_text().split("\n"))
     assert "dataplane.node.server" in modules
-    # The node itself reads the shards that the scout has not.
+    # The node itself lists and reads the shards.
     reading = {"email", "obstore"} if is_remote else set()
     assert sorted(modules & (_HEAVY - reading)) == []
 
