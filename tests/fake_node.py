@@ -30,7 +30,7 @@ from openings import opening
 from dataplane.arena.memfd import Arena
 from dataplane.arena.slots import Slots, plan_slots
 from dataplane.model.changes import EpochSteps
-from dataplane.model.config import PROTOCOL_VERSION, VERSION
+from dataplane.model.config import PROTOCOL_VERSION
 from dataplane.model.errors import ConfigError, DataplaneError, PeerLost
 from dataplane.model.records import ColumnSpec, DatasetIdentity, Kind, Region
 from dataplane.plan.slices import Slice
@@ -91,7 +91,7 @@ class Script:
     arena_bytes: int = 8 * 4096
     slab_batches: int = 3
     stall_timeout_s: float = 20.0
-    version: str = VERSION
+    protocol: int = PROTOCOL_VERSION
     hang_after: int | None = None
     die_after: int | None = None
     die_at_start: str = ""
@@ -214,7 +214,7 @@ class FakeNode:
         node_id = f"fake-{os.getpid()}"
         if isinstance(body, Hello):
             may_be_killed(self.script, "hello")
-            self._send(peer, request_id, Welcome(self.script.version, PROTOCOL_VERSION, node_id))
+            self._send(peer, request_id, Welcome("0.0.7", self.script.protocol, node_id))
         elif isinstance(body, OpenJob):
             may_be_killed(self.script, "open")
             self._open_job(peer, request_id, body)

@@ -374,7 +374,7 @@ def welcomed(wire: Wire, request_id: int, name: str, deadline: float, notice: No
     """Return the answer to a Hello; on an error, the connection is closed.
 
     Raises:  PeerLost: it does not answer, or is gone.  ConfigError: it is not a node.
-    VersionMismatch: it has another version.
+    VersionMismatch: it speaks another protocol.
     """
     try:
         answer = wire.answered(request_id, deadline, notice)[0]
@@ -382,12 +382,13 @@ def welcomed(wire: Wire, request_id: int, name: str, deadline: float, notice: No
             raise answer
         if not isinstance(answer, Welcome):
             raise ConfigError(f"the process that listens at @{name} is not a node")
-        if (answer.protocol, answer.version) != (PROTOCOL_VERSION, VERSION):
+        if answer.protocol != PROTOCOL_VERSION:
             raise VersionMismatch(
-                f"the node at @{name} is dataplane {answer.version}, and this process "
-                f"has {VERSION}: install one version on this host, and restart the node",
-                expected=VERSION,
-                found=answer.version,
+                f"the node at @{name} is dataplane {answer.version} (protocol {answer.protocol}), "
+                f"and this process has {VERSION} (protocol {PROTOCOL_VERSION}): install one "
+                "version on this host, and restart the node",
+                expected=PROTOCOL_VERSION,
+                found=answer.protocol,
             )
     except NoAnswer:
         wire.close()

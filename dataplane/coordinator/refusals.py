@@ -239,23 +239,16 @@ def of_another_node(member: Member) -> LeaseExpired:
 def version_mismatch(
     node: RegisterNodeRequest, version: str, protocol: int
 ) -> VersionMismatch | None:
-    """Return the refusal of a node of another version, or None if its version matches."""
-    if node.protocol != protocol:
-        return VersionMismatch(
-            f"node {node.node_id} on {node.host} (dataplane {node.version}) speaks protocol "
-            f"{node.protocol}, the coordinator (dataplane {version}) speaks {protocol}: "
-            "install the same version on both",
-            expected=protocol,
-            found=node.protocol,
-        )
-    if node.version != version:
-        return VersionMismatch(
-            f"node {node.node_id} on {node.host} is dataplane {node.version}, the coordinator is "
-            f"{version}: install the same version on both",
-            expected=version,
-            found=node.version,
-        )
-    return None
+    """Return the refusal of a node that speaks another protocol; None if versions work together."""
+    if node.protocol == protocol and node.version:
+        return None
+    return VersionMismatch(
+        f"node {node.node_id} on {node.host} (dataplane {node.version}) speaks protocol "
+        f"{node.protocol}, the coordinator (dataplane {version}) speaks {protocol}: "
+        "install the same version on both",
+        expected=protocol,
+        found=node.protocol,
+    )
 
 
 def _shown(value: str) -> str:

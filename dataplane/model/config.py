@@ -95,9 +95,9 @@ class MixtureSpec(Struct, frozen=True):
         return replace(self, sources=sources, length=history.length, changes=tuple(changes))
 
 
-# The build reads the version here. Trainers, nodes and coordinators of a service must have the
-# same.
-VERSION = "0.1.0"
+VERSION = "0.1.0"  # the build reads it here
+# Trainers, nodes and coordinators work together if they have the same number. The first change of
+# any message between processes, or of a job's options, after a release raises it.
 PROTOCOL_VERSION = 6
 # The order of samples that docs/order.md specifies. States and digests of shuffled jobs contain it.
 ORDER_VERSION = 2

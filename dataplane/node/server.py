@@ -305,13 +305,13 @@ class TrainerConnection:
         self._pace()
 
     def _hello(self, request_id: int, body: messages.Hello) -> None:
-        if (body.version, body.protocol) != (VERSION, PROTOCOL_VERSION):
+        if body.protocol != PROTOCOL_VERSION:
             raise VersionMismatch(
                 f"this node runs Dataplane {VERSION} (protocol {PROTOCOL_VERSION}), the trainer "
                 f"{body.version} (protocol {body.protocol}): install one version in both, and "
                 "restart the node",
-                expected=VERSION,
-                found=body.version,
+                expected=PROTOCOL_VERSION,
+                found=body.protocol,
             )
         self._server.door.greeted(self)
         self._greeted = True

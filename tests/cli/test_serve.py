@@ -14,8 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from certificates import Authority
+from dataplane_torch import DataLoader
 from fleet import Service, free_address
 from trusted import TOKEN, TRUSTED
 
@@ -163,9 +166,37 @@ def test_a_node_that_waits_for_its_coordinator_is_not_ready_and_ends_on_request(
             assert node.process.wait(60) == 0
 
 
-def test_a_coordinator_of_another_version_is_reported_at_once(monkeypatch):
+PATCHED = """
+from dataplane.model import config
+config.VERSION = "9.9.9"
+from dataplane.__main__ import main
+main()
+"""
+
+
+def test_versions_of_one_protocol_work_together(tmp_path):
+    pq.write_table(pa.table({"id": range(100)}), tmp_path / "rows.parquet")
+    environ = {"DATAPLANE_STATE_DIR": str(tmp_path / "state")}
+    address = free_address()
+    newer = subprocess.Popen(
+        [sys.executable, "-c", PATCHED, "serve", "--coordinator", "--listen", address],
+        env=os.environ | environ, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        with Service("--node", "--join", address, *SMALL, environ=environ) as node:
+            with DataLoader(str(tmp_path / "rows.parquet"), 10, service=address) as loader:
+                ids = [row for batch in loader for row in batch["id"].tolist()]
+            assert ids == [*range(100)]
+            assert node.stop() == 0
+    finally:
+        newer.kill()
+        newer.communicate()
+
+
+def test_a_coordinator_of_another_protocol_is_reported_at_once(monkeypatch):
     async def refused() -> subprocess.CompletedProcess[str]:
-        server = CoordinatorServer(CoordinatorConfig("0.0.1"), "127.0.0.1:0", TRUSTED)
+        config = CoordinatorConfig("0.0.1", protocol=PROTOCOL_VERSION - 1)
+        server = CoordinatorServer(config, "127.0.0.1:0", TRUSTED)
         address = await server.start()
         try:
             monkeypatch.setenv("DATAPLANE_TOKEN", TOKEN)

@@ -69,11 +69,11 @@ def test_a_job_is_opened_once_and_closed_with_the_session(fake, session) -> None
         _ = mine.job
 
 
-def test_a_node_of_another_version_is_refused(fake, session) -> None:
-    fake(version="0.0.7")
+def test_a_node_of_another_protocol_is_refused(fake, session) -> None:
+    fake(protocol=2)
     with pytest.raises(VersionMismatch, match=r"dataplane 0\.0\.7") as caught:
         _ = session().job
-    assert caught.value.found == "0.0.7"
+    assert caught.value.found == 2
 
 
 def test_the_nodes_error_is_raised_unchanged(fake, session) -> None:

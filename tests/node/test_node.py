@@ -30,13 +30,18 @@ from dataplane.rpc import messages
 # -- the protocol ----------------------------------------------------------------------------
 
 
-def test_a_trainer_of_another_version_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_trainer_of_another_protocol_is_refused_by_name_and_of_another_version_is_not(
+    tmp_path: Path,
+) -> None:
     with Node(tmp_path) as node, Trainer(node, greet=False) as trainer:
         with pytest.raises(VersionMismatch, match="install one version in both") as caught:
-            trainer.call(messages.Hello("0.0.0", PROTOCOL_VERSION, 1))
-        assert (caught.value.expected, caught.value.found) == (VERSION, "0.0.0")
-        with pytest.raises(VersionMismatch):
-            trainer.call(messages.Hello(VERSION, PROTOCOL_VERSION + 1, 1))
+            trainer.call(messages.Hello("0.0.0", PROTOCOL_VERSION + 1, 1))
+        assert caught.value.expected == PROTOCOL_VERSION
+        assert caught.value.found == PROTOCOL_VERSION + 1
+        assert f"runs Dataplane {VERSION} " in str(caught.value)
+        assert isinstance(
+            trainer.call(messages.Hello("9.9.9", PROTOCOL_VERSION, 1)), messages.Welcome
+        )
 
 
 def test_what_is_asked_out_of_turn_is_refused_and_the_connection_lives(
