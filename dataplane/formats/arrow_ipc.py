@@ -50,9 +50,8 @@ from dataplane.formats.conform import (
     validated,
 )
 from dataplane.formats.faults import corrupt, describe, foreign_faults, require_bytes
-from dataplane.formats.first_reads import of_arrow
 from dataplane.formats.flatbuf import DICTIONARY, RECORDS, SCHEMA, Head, first_offset
-from dataplane.formats.source import ByteSource, Memory, Window, spliced
+from dataplane.formats.source import PROBE_BYTES, ByteSource, Memory, Window, spliced
 from dataplane.formats.unsupported import refusal
 from dataplane.model.errors import DataplaneError
 from dataplane.model.records import Region
@@ -143,7 +142,9 @@ class ArrowIpc:
 
     def first_reads(self, size_bytes: int) -> tuple[Region, ...]:
         """Return the ranges that `index` reads first: the start and, of a file, the end."""
-        return of_arrow(size_bytes)
+        if size_bytes <= 2 * PROBE_BYTES:
+            return (Region(0, size_bytes),)
+        return Region(0, PROBE_BYTES), Region(size_bytes - PROBE_BYTES, PROBE_BYTES)
 
     def index(self, shard: ShardReader) -> ShardIndex:
         """Implement `Format.index`: read the metadata of each message, and skip bodies where

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from dataplane.formats.base import ShardReader
 from dataplane.formats.faults import corrupt, foreign_faults
-from dataplane.formats.first_reads import PROBE_BYTES
 from dataplane.formats.flatbuf import (
     RECORDS,
     SCHEMA,
@@ -27,7 +26,7 @@ from dataplane.formats.flatbuf import (
     message_head,
 )
 from dataplane.formats.nulls import children
-from dataplane.formats.source import NEAR_BYTES, ByteSource, Parts, Window
+from dataplane.formats.source import NEAR_BYTES, PROBE_BYTES, ByteSource, Parts, Window
 
 # Decide whether an index can take all it needs from the size of a record batch.
 #

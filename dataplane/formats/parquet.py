@@ -31,7 +31,6 @@ from dataplane.formats.conform import (
     validated,
 )
 from dataplane.formats.faults import corrupt, describe, foreign_faults, require_bytes
-from dataplane.formats.first_reads import of_parquet
 from dataplane.formats.parquet_columns import NullCounter, SchemaTree, bounds_of, schema_tree
 from dataplane.formats.parquet_footers import (
     BYTES,
@@ -55,7 +54,7 @@ from dataplane.formats.parquet_footers import (
     parsed,
     read_footer,
 )
-from dataplane.formats.source import spliced
+from dataplane.formats.source import PROBE_BYTES, spliced
 from dataplane.model.errors import SchemaMismatch
 from dataplane.model.records import Region
 
@@ -78,8 +77,8 @@ class Parquet:
     suffixes = BY_FORMAT["parquet"]
 
     def first_reads(self, size_bytes: int) -> tuple[Region, ...]:
-        """Return the ranges that `index` reads first of a shard of this size."""
-        return of_parquet(size_bytes)
+        """Return the range that `index` reads first: the end, where most footers fit."""
+        return (_end(size_bytes),)
 
     def index(self, shard: ShardReader) -> ShardIndex:
         """Implement `Format.index`: read the footer and nothing else."""
@@ -133,11 +132,16 @@ class Parquet:
         return validated(batch, url, start)
 
 
+def _end(size_bytes: int) -> Region:
+    length = min(size_bytes, PROBE_BYTES)
+    return Region(size_bytes - length, length)
+
+
 def _footer(shard: ShardReader) -> tuple[Region, bytes]:
     """Read the footer; return its place, up to the end of the file, and its bytes."""
     url, size = shard.url, shard.size_bytes
     require_bytes(url, size, "Parquet")
-    (last,) = of_parquet(size)
+    last = _end(size)
     tail = bytes(memoryview(shard.read(last.offset, last.length)))
     if size < 12 or tail[-4:] != MAGIC:
         head = bytes(memoryview(shard.read(0, min(size, 512))))

@@ -21,7 +21,6 @@ from typing_extensions import Buffer
 
 from dataplane.formats.base import RawBlock, ShardReader
 from dataplane.formats.faults import corrupt
-from dataplane.formats.first_reads import PROBE_BYTES
 from dataplane.model.errors import CorruptShard
 from dataplane.model.records import Region
 
@@ -31,6 +30,8 @@ from dataplane.model.records import Region
 #
 # Source:  RFC 1950, RFC 1952 (a gzip file may hold several members, one after the other).
 
+PROBE_BYTES = 64 << 10
+"""The size of a read if only a few bytes are needed."""
 PIECE_BYTES = 1 << 20
 FEED_BYTES = 256 << 10
 # A few kilobytes can decompress to gigabytes. Real text and tensors stay below 100:1. A ratio above

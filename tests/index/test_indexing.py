@@ -237,7 +237,7 @@ def test_a_first_shard_without_samples_sets_no_schema(tmp_path: Path) -> None:
 
 def test_an_empty_shard_and_an_empty_dataset_are_refused(tmp_path: Path) -> None:
     (tmp_path / "0.jsonl").write_bytes(b"\n")
-    with pytest.raises(ConfigError, match=r"no samples: no rows in file://.*/0\.jsonl\. Name"):
+    with pytest.raises(ConfigError, match=r"no samples: no rows in file://.*/0\.jsonl\. Add"):
         index_dataset(tmp_path)
     (tmp_path / "0.jsonl").write_bytes(b"")
     with pytest.raises(CorruptShard, match=r"0\.jsonl: byte 0: the shard is empty"):
