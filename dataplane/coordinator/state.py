@@ -35,6 +35,7 @@ Lease time runs with the clock but takes no step longer than `lease_s / 3`; tick
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
 from msgspec.structs import replace
@@ -79,6 +80,7 @@ from dataplane.rpc.membership import (
     StatusRequest,
 )
 
+_REFUSED_NODES_MAX = 1024
 JOB_KEPT_S = 30 * 24 * 3600.0
 # The phases of a member that was lost, and of one that left on purpose: the new one, and those from
 # which it changes.
@@ -112,6 +114,8 @@ class CoordinatorState:
         self._makers = Makers(lease_s)
         self._jobs = restored(records, now, lease_s, self._makers)
         self._nodes = Nodes(self._jobs, self._makers, salt, lease_s)
+        self._refused_nodes: OrderedDict[str, RegisterNodeRequest] = OrderedDict()
+        """Nodes of other protocols, those that came last: they may not open jobs either."""
         self._writes: list[Write] = []
         self._claims: list[Claim] = []
 
@@ -161,12 +165,18 @@ class CoordinatorState:
         refusals.check_node(node)
         refusal = refusals.version_mismatch(node, self._version, self._protocol)
         if refusal is not None:
+            self._refused_nodes[node.node_id] = node
+            if len(self._refused_nodes) > _REFUSED_NODES_MAX:
+                self._refused_nodes.popitem(last=False)
             raise refusal
+        self._refused_nodes.pop(node.node_id, None)
 
     # -- joining ---------------------------------------------------------------------------------
 
     def _join(self, request: JoinRequest) -> JoinResponse:
         refusals.check_join(request)
+        if request.node_id in self._refused_nodes:
+            self._check(self._refused_nodes[request.node_id])
         roster = self._jobs.get(request.job_id)
         if roster is None:
             job = first_generation(request, self._now)

@@ -277,6 +277,15 @@ def test_nodes_of_another_protocol_are_refused_and_those_of_another_version_are_
     assert [status.version for status in machine.ask(StatusRequest()).nodes] == ["0.9"]
 
 
+def test_nodes_of_another_protocol_open_no_jobs_until_they_speak_this_one(machine):
+    machine.ask(node(protocol=99))
+    refusal = machine.ask(join(0))
+    assert isinstance(refusal, VersionMismatch)
+    assert refusal.found == 99
+    machine.ask(node())
+    assert machine.ask(join(0)).generation == 1
+
+
 def test_names_and_texts_that_are_too_long_are_refused(machine):
     long, stores = "x" * 10_000, tuple(StoreOutage(f"s3://{i}", 1.0, "away") for i in range(65))
     for request, words in (
