@@ -139,6 +139,13 @@ def warm_services(run_mark: str) -> Iterator[None]:
         fleet.WARM_SERVICES.remove(python)
 
 
+@pytest.fixture(scope="module")
+def one_fork_server(run_mark: str) -> Iterator[None]:
+    """A fork server for all tests of a module: it takes half a second to start."""
+    with forking.fork_server.held():
+        yield
+
+
 @pytest.fixture(scope="session")
 def warm_torch(run_mark: str) -> Iterator[WarmPython]:
     """What trainers are forked from, those of `fleet.Run` among them: one for all tests."""

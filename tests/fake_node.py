@@ -29,6 +29,8 @@ from openings import opening
 
 from dataplane.arena.memfd import Arena
 from dataplane.arena.slots import Slots, plan_slots
+from dataplane.client.session import Session
+from dataplane.client.stream import SlabStream
 from dataplane.model.changes import EpochSteps
 from dataplane.model.config import PROTOCOL_VERSION
 from dataplane.model.errors import ConfigError, DataplaneError, PeerLost
@@ -400,6 +402,16 @@ def main() -> int:
     os.close(given.stderr_fd)
     FakeNode(script, socket.socket(fileno=given.listener_fd), embedded=given.embedded).run()
     return 0
+
+
+def steps_of(session: Session) -> list[int]:
+    """The steps of all batches that a session gets."""
+    stream, step, seen = SlabStream(session, 0, 0), 0, []
+    while slabs := stream.batches_from(step):
+        seen += [batch.step for slab in slabs for batch in slab.batches]
+        step = seen[-1] + 1
+    stream.close()
+    return seen
 
 
 if __name__ == "__main__":

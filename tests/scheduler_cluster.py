@@ -3,8 +3,7 @@ and around them stores, workers, trainers and lines that take their time.
 
     python tests/scheduler_cluster.py --nodes 4 --ranks 2 --lanes 8 --arena-mib 16
 
-prints what they read from the store.
-"""
+prints what they read from the store."""
 
 from __future__ import annotations
 
@@ -15,16 +14,17 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
-from scheduler_lender import Answer, SimulatedLender, Turn
-from scheduler_shape import Shape
 
 from dataplane.arena.slots import plan_slots
 from dataplane.model.config import JobSpec
 from dataplane.model.errors import DataplaneError
 from dataplane.model.records import Region, Stream
+from dataplane.neighbours.limits import InFlight, Limits
 from dataplane.plan.cluster import Owners, Weighed
 from dataplane.plan.order import Order
 from dataplane.rpc import messages, tasks
@@ -33,6 +33,102 @@ from dataplane.scheduler.autoscaler import Autoscaler
 from dataplane.scheduler.dataset import BlockPlaces, DatasetBlocks, DatasetLookup, Marks
 from dataplane.scheduler.scheduler import Scheduler
 from dataplane.scheduler.walk import SlabSizes, Walk
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A job over some nodes. Times are in seconds, and drawn up to twice as long. Without lanes it
+    reads in order. The first node has an arena of `small_bytes`, if that is not 0.
+    """
+
+    nodes: int = 4
+    ranks: int = 2
+    lanes: int = 8
+    window: int = 1024
+    batch: int = 512
+    blocks: int = 512
+    shard_blocks: int = 32
+    block_rows: int = 500
+    row_bytes: int = 1024
+    estimate: float = 1.27
+    """Of the index, for decoded blocks."""
+    arena_bytes: int = 16 << 20
+    small_bytes: int = 0
+    slab_bytes: int = 1 << 19
+    slots_bytes: int = 8 << 20
+    workers: int = 1
+    epochs: int = 2
+    seed: int = 1
+    read_s: float = 0.02
+    line_s: float = 0.001
+    decode_s: float = 0.003
+    assemble_s: float = 0.002
+    step_s: float = 0.005
+    knows: int = 1
+    """0: the nodes do not know each other."""
+
+    @property
+    def size(self) -> int:
+        return self.nodes * self.ranks
+
+    def arena_of(self, node: int) -> int:
+        return self.small_bytes if self.small_bytes and not node else self.arena_bytes
+
+    def place(self, block: int) -> tuple[int, int]:
+        """The shard that a block is in, and where it begins there."""
+        shard, number = divmod(block, self.shard_blocks)
+        return shard, number * (self.block_rows * self.row_bytes)
+
+
+if TYPE_CHECKING:
+    from scheduler_cluster import SimulatedNode
+
+Answer = events.LendBlock | events.OnlyDecoded | events.RefuseAsk
+
+
+@dataclass(eq=False, slots=True)
+class Turn:
+    """A request for a block, at its owner."""
+
+    asker: SimulatedNode
+    effect: events.Fetch
+    epoch: int
+    length: int
+    has_begun: bool = False
+    is_over: bool = False
+
+
+class SimulatedLender:
+    """A request waits for its turn first, and then for the node."""
+
+    def __init__(self, node: SimulatedNode, arena_bytes: int) -> None:
+        self._node = node
+        self._turns: InFlight[Turn] = InFlight(arena_bytes)
+
+    def asked(self, turn: Turn) -> None:
+        self._turns.ask(str(turn.asker.number), turn.length, turn)
+        self._next()
+        if not turn.has_begun:
+            self._node.cluster.later(Limits().turn_s, partial(self._late, turn))
+
+    def ended(self, turn: Turn) -> None:
+        """The node refused it, or the asker has the block."""
+        self._turns.ended(str(turn.asker.number), turn.length)
+        self._node.cluster.later(0.0, self._next)
+
+    def _next(self) -> None:
+        while (turn := self._turns.next()) is not None:
+            if turn.is_over:
+                self._turns.ended(str(turn.asker.number), turn.length)
+                continue
+            turn.has_begun = True
+            self._node.ask(turn)
+
+    def _late(self, turn: Turn) -> None:
+        if not turn.has_begun:
+            turn.is_over = True
+            self._node.refuse(turn)
+
 
 PREAMBLE_BYTES = 7_590
 AHEAD_STEPS = 2

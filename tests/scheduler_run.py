@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from other_orders import Backwards, Concatenated
 from scheduler_consumers import Consumer, Place
 from scheduler_disk import Disk
 from scheduler_fed import walk_of
 from scheduler_invariants import Invariants
 from scheduler_makers import Makers
-from scheduler_mixture import Mixture, arena_of_passes
 from scheduler_neighbours import Neighbours
 from scheduler_traffic import Traffic, untold
 from scheduler_world import BATCH_MAX, PAGE, Outside, World, slab_bytes
@@ -19,13 +19,49 @@ from dataplane.arena.slots import SlotLayout, plan_slots
 from dataplane.model.config import JobSpec
 from dataplane.model.errors import LeaseFenced
 from dataplane.model.records import Stream
+from dataplane.plan.order import SampleOrder
 from dataplane.rpc import messages
 from dataplane.scheduler import events
 from dataplane.scheduler.autoscaler import Autoscaler
+from dataplane.scheduler.dataset import DatasetLookup
 from dataplane.scheduler.events import GiveUpSlab
 from dataplane.scheduler.records import Delivery
 from dataplane.scheduler.scheduler import Scheduler
 from dataplane.scheduler.walk import SlabSizes
+
+
+class Mixture(World):
+    """All samples of several datasets, in one order of their own."""
+
+    def __init__(self, parts: list[World]) -> None:
+        self.chance, self.dataset_id, self.parts = parts[0].chance, parts[0].dataset_id, parts
+        self.is_large = parts[0].is_large
+        self.sizes = [size for part in parts for size in part.sizes]
+        self.sample_count = sum(part.sample_count for part in parts)
+        self.spec = self.job()
+        self._orders = {}
+
+    @property
+    def datasets(self) -> DatasetLookup:
+        return DatasetLookup(*(part.blocks for part in self.parts))
+
+    def _order(self, spec: JobSpec, epoch: int) -> SampleOrder:
+        orders = [part._order(spec, epoch) for part in self.parts]
+        return Backwards(Concatenated(orders, [len(part.sizes) for part in self.parts]))
+
+    def cost_of(self, block: int) -> int:
+        dataset, block = self.datasets.find(block)
+        (part,) = (part for part in self.parts if part.blocks is dataset)
+        return part.cost_of(block)
+
+
+def arena_of_passes(worlds: Sequence[World], chance: random.Random) -> int:
+    """An arena for the rows of any batch of these worlds beside any block, and little more."""
+    parts = [(world, i) for world in worlds for i in range(len(world.sizes))]
+    largest = max(world.cost_of(i) for world, i in parts)
+    excerpts = max(world.excerpts_of(i) for world, i in parts)
+    return int((largest + excerpts) * chance.choice([1.3, 1.3, 1.6, 2.5]))
+
 
 STALL_S = 1000.0
 PACES = ((0.0001, 0.001), (0.01, 0.05), (0.5, 5.0))  # seconds: fast, usual and slow

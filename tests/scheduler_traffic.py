@@ -3,28 +3,171 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 from msgspec.structs import replace
-from scheduler_evictions import Before, check_evicted
 from scheduler_joined import Joined
 from scheduler_makers import stage_elsewhere
-from scheduler_numbers import is_of
 from scheduler_shares import PLANNED_AHEAD, check_fits, check_makes, planned_together
 from scheduler_times import Times
-from scheduler_uses import ExactUses
 
+from dataplane.arena.allocator import rounded
 from dataplane.model.records import Region
 from dataplane.plan.order import SampleOrder
 from dataplane.rpc import messages, tasks
 from dataplane.scheduler import events
-from dataplane.scheduler.dataset import Account
-from dataplane.scheduler.records import SlabPhase, SlabTask
+from dataplane.scheduler.dataset import Account, DatasetLookup
+from dataplane.scheduler.records import CachedBlock, SlabPhase, SlabTask, StreamState
 from dataplane.scheduler.scheduler import Scheduler
 from dataplane.scheduler.walk import SlabSizes
 from dataplane.transforms.restart_indexes import restart_index_bytes
+
+
+def number_of(datasets: DatasetLookup, dataset_id: int, block: int) -> int | None:
+    """A block's number in orders over these datasets, if it belongs to one of them."""
+    for dataset in datasets.datasets:
+        if dataset.dataset_id == dataset_id:
+            return datasets.number(dataset, block)
+    return None
+
+
+def is_of(task: SlabTask, effect: events.Fetch | events.DecodeBlock) -> bool:
+    """Whether a task needs the block that is loaded."""
+    number = number_of(task.datasets, effect.dataset_id, effect.block)
+    return number is not None and task.needs(number)
+
+
+NEVER = np.iinfo(np.int64).max
+
+
+class ExactUses:
+    """Of the blocks of one scheduler, none of whose streams can copy a kept slab."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._spans: dict[int, tuple[SampleOrder, list[int], list[int]]] = {}
+
+    def use(
+        self, dataset_id: int, block: int, guest_of: Sequence[SampleOrder] | None = None
+    ) -> int:
+        """How far away the block is needed again, at the soonest: by a stream, or by the one that
+        follows it; if a neighbour owns it, by streams of the orders that it was read for. Slabs are
+        handed over before anything is evicted.
+        """
+        soonest = NEVER
+        for order, position, first, is_open in self._needs(dataset_id, block):
+            if guest_of is None or (is_open and any(order is each for each in guest_of)):
+                soonest = min(soonest, max(first - position, 0))
+        return soonest
+
+    def orders_now(self, dataset_id: int, block: int) -> list[SampleOrder]:
+        """The orders that a neighbour's block is read for."""
+        needs = [each for each in self._needs(dataset_id, block) if each[3]]
+        now = [order for order, position, _, _ in needs if position >= 0]
+        if now or not needs:
+            return now
+        return [min(needs, key=lambda each: each[2] - each[1])[0]]
+
+    def _needs(self, dataset_id: int, block: int) -> Iterator[tuple[SampleOrder, int, int, bool]]:
+        """Each order that needs the block, how far it has been read, where it is needed first, and
+        whether a stream is open.
+        """
+        for stream in self._scheduler._streams._streams.values():
+            datasets = stream.delivery.datasets
+            number = number_of(datasets, dataset_id, block)
+            if number is None:
+                continue
+            before = stream.after
+            away = _left(before) if before is not None and not before.closed else 0
+            readings = [(stream.walk.order, stream.position - away, True)]
+            if stream.next_order is not None:
+                readings.append((stream.next_order, -_left(stream), False))
+            for order, position, is_open in readings:
+                first, last = self._span(order, int(datasets.starts[-1]))
+                if last[number] >= position:
+                    yield order, position, first[number], is_open
+
+    def _span(self, order: SampleOrder, block_count: int) -> tuple[list[int], list[int]]:
+        found = self._spans.get(id(order))
+        if found is None:
+            first, last = order.block_span(np.arange(block_count))
+            found = self._spans[id(order)] = order, first.tolist(), last.tolist()
+        return found[1:]
+
+
+def _left(stream: StreamState) -> int:
+    return max(0, stream.walk.order.sample_count - stream.position)
+
+
+class Before(Struct, frozen=True):
+    """What could be evicted before an event and where it was, what was free, the blocks that were
+    sent to neighbours, and those that were kept for them, until others are read. `is_alone`: no
+    slab is kept, which would change how far a walk has come while it is decided.
+    """
+
+    evictable: dict[int, CachedBlock]
+    regions: dict[int, tuple[Region, ...]]
+    free: list[tuple[int, int]]
+    lent: set[int]
+    kept: set[int]
+    is_alone: bool
+    emptied_for: SlabTask | None
+
+
+def check_evicted(
+    scheduler: Scheduler,
+    before: Before,
+    gone: Sequence[int],
+    effect: events.Fetch | events.DecodeBlock,
+    use_of: Callable[[int], int],
+    forgotten: set[int],
+    *,
+    is_first: bool,
+) -> None:
+    """What went for this block is needed later than it, unless it is the head's; and had only those
+    gone that are needed later still, there would be no room. Where it is not urgent, what tasks or
+    neighbours wait for stays instead. `use_of` tells how far away a block is needed, by key.
+    `is_first`: nothing else was loaded since `before`. Blocks of a forgotten dataset go for nothing.
+    """
+    gone = [key for key in gone if key not in forgotten]
+    mine, is_lent = use_of(effect.key), isinstance(effect, events.Fetch) and effect.is_lent
+    going = [use_of(key) for key in gone if not (is_lent and key in before.lent)]
+    if scheduler._head is None or not is_of(scheduler._head, effect):
+        assert all(each > mine or each == NEVER for each in going), "blocks 3: needed sooner"
+    block = scheduler._blocks._by_key.get(effect.key)
+    if not is_first or not going or block is None:
+        return
+    may_be_asked, first = scheduler._blocks.holdings.may_be_asked, min(going)
+    later, kept = list[int](), list[int]()
+    for key, other in before.evictable.items():
+        if key in gone and use_of(key) > first:
+            later.append(key)
+        elif key not in forgotten and key != effect.key and other.is_evictable:
+            is_kept = other.is_wanted or may_be_asked(other) or key in before.kept
+            (kept if is_kept else later).extend([key] * (use_of(key) > first))
+    needs = [rounded(effect.into.length)]
+    if isinstance(effect, events.Fetch) and block.decoded not in {None, effect.into}:
+        needs.append(rounded(block.decoded.length))
+    assert not _has_room(before, later, needs) or not _has_room(before, [*later, *kept], needs), (
+        "blocks 3: another is needed later"
+    )
+
+
+def _has_room(before: Before, keys: Sequence[int], needs: Sequence[int]) -> bool:
+    """Whether all of this would have found room in one piece if these blocks had gone."""
+    taken = [region for key in keys for region in before.regions[key]]
+    free = sorted([*before.free, *((each.offset, rounded(each.length)) for each in taken)])
+    extents = list[list[int]]()
+    for at, length in free:
+        if extents and sum(extents[-1]) == at:
+            extents[-1][1] += length
+        else:
+            extents.append([at, length])
+    return any(length >= sum(needs) for _, length in extents)
+
 
 _WORKERS, _WORKERS_MAX = 2, 4
 

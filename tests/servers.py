@@ -120,6 +120,14 @@ def _folder(tmp_path_factory: pytest.TempPathFactory, name: str) -> Iterator[Pat
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def only(monkeypatch: pytest.MonkeyPatch, environment: Mapping[str, str]) -> None:
+    """Leave no other variables for S3 in the environment."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+
 def reach(server: Awry | S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Set the environment with which stores find this server."""
     for name, value in server.environment().items():

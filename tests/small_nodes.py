@@ -31,3 +31,13 @@ def alone_and_small(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setenv("DATAPLANE_DELIVERY_BYTES_PER_RANK", "2MiB")
     monkeypatch.setenv("DATAPLANE_SLAB_BYTES", "64KiB")
     monkeypatch.setenv("DATAPLANE_LINGER_S", "0.2")
+
+
+def tiny_budgets(monkeypatch: pytest.MonkeyPatch, folder: Path, **others: object) -> None:
+    """Nodes and services have an arena for a fraction of the dataset, and these other settings."""
+    settings = {
+        "CACHE_DIR": folder / "cache", "STATE_DIR": folder / "state", "WORKER_COUNT": 1,
+        "BLOCK_ARENA_BYTES": "1MiB", "DELIVERY_BYTES_PER_RANK": "64KiB", "SLAB_BYTES": "8KiB",
+    }  # fmt: skip
+    for name, value in {**settings, **others}.items():
+        monkeypatch.setenv(f"DATAPLANE_{name}", str(value))

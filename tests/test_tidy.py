@@ -34,8 +34,8 @@ VAGUE_FUNCTIONS = frozenset({"tell", "look", "ask"})
 CRUMB_LINES_MAX = 80
 # Offences that are left, by rule and folder. A number may only fall: lower it when you can.
 LEFT = {
-    "docstrings": {"dataplane": 0, "loaders": 0, "benchmarks": 43, "tests": 204},
-    "names": {"dataplane": 779, "loaders": 32, "benchmarks": 364, "tests": 2161},
+    "docstrings": {"dataplane": 0, "loaders": 0, "benchmarks": 43, "tests": 184},
+    "names": {"dataplane": 779, "loaders": 32, "benchmarks": 364, "tests": 2155},
     "functions": {"dataplane": 50, "loaders": 0, "benchmarks": 5, "tests": 45},
     "crumbs": {"dataplane": 3, "loaders": 3},
 }

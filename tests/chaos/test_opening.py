@@ -16,7 +16,7 @@ from away import Away, Proxy
 from dataplane_torch import DataLoader
 from fleet import Rows, Service, free_address, interleaved, own_nodes, worker_processes
 from remote_epoch import OPTIONS
-from small_nodes import alone
+from small_nodes import alone, tiny_budgets
 
 SIZE = 2
 # Numbers count requests to the store: the listing, the shards' footers, then blocks.
@@ -27,19 +27,8 @@ WAIT_S = 60
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An arena that holds a fraction of the dataset."""
     alone(monkeypatch)
-    for name, value in {
-        "CACHE_DIR": tmp_path / "cache",
-        "STATE_DIR": tmp_path / "state",
-        "WORKER_COUNT": 1,
-        "BLOCK_ARENA_BYTES": "1MiB",
-        "DELIVERY_BYTES_PER_RANK": "64KiB",
-        "SLAB_BYTES": "8KiB",
-        "LINGER_S": "0.2",
-        "STALL_TIMEOUT_S": "60",
-    }.items():
-        monkeypatch.setenv(f"DATAPLANE_{name}", str(value))
+    tiny_budgets(monkeypatch, tmp_path, LINGER_S=0.2, STALL_TIMEOUT_S=60)
 
 
 class Ranks:

@@ -14,6 +14,7 @@ from away import Away, Names, Proxy, proxy_before
 from fleet import Run, Service
 from remote_epoch import OPTIONS
 from servers import S3Server
+from small_nodes import tiny_budgets
 
 from dataplane.cli import run as run_command
 
@@ -22,18 +23,8 @@ AWAY, BACK = "does not answer", "answers again"
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An arena that holds a fraction of the dataset, and requests that hang for a second."""
-    for name, value in {
-        "CACHE_DIR": tmp_path / "cache",
-        "WORKER_COUNT": 1,
-        "BLOCK_ARENA_BYTES": "1MiB",
-        "DELIVERY_BYTES_PER_RANK": "64KiB",
-        "SLAB_BYTES": "8KiB",
-        "LINGER_S": "0.2",
-        "FETCH_TIMEOUT_S": "1",
-        "STALL_TIMEOUT_S": "180",  # a busy machine starts runs slowly
-    }.items():
-        monkeypatch.setenv(f"DATAPLANE_{name}", str(value))
+    """Requests hang for a second; a busy machine starts runs slowly."""
+    tiny_budgets(monkeypatch, tmp_path, LINGER_S=0.2, FETCH_TIMEOUT_S=1, STALL_TIMEOUT_S=180)
 
 
 def ways(*quick: Away) -> pytest.MarkDecorator:

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from dataplane_torch import DataLoader
 from fleet import Run, Service, free_address
+from small_nodes import tiny_budgets
 
 from dataplane.model.errors import DataStallError
 
@@ -24,15 +25,7 @@ HARDEST = ("trainers", "node", "coordinator")
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name, value in {
-        "CACHE_DIR": tmp_path / "cache",
-        "STATE_DIR": tmp_path / "state",
-        "WORKER_COUNT": 1,
-        "BLOCK_ARENA_BYTES": "1MiB",
-        "DELIVERY_BYTES_PER_RANK": "64KiB",
-        "SLAB_BYTES": "8KiB",
-    }.items():
-        monkeypatch.setenv(f"DATAPLANE_{name}", str(value))
+    tiny_budgets(monkeypatch, tmp_path)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fleet import Run, Service, free_address, kill_workers, node_processes, worker_processes
+from small_nodes import tiny_budgets
 
 from dataplane.index.indexing import index_dataset
 from dataplane.plan.order import Order
@@ -27,16 +28,8 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Small budgets, so that blocks are evicted and slots run out on the way."""
     for name in [name for name in os.environ if name.startswith("DATAPLANE_SERVICE")]:
         monkeypatch.delenv(name)
-    for name, value in {
-        "CACHE_DIR": tmp_path / "cache",
-        "STATE_DIR": tmp_path / "state",
-        "WORKER_COUNT": 2,
-        "BLOCK_ARENA_BYTES": "1MiB",
-        "DELIVERY_BYTES_PER_RANK": "256KiB",
-        "SLAB_BYTES": "4KiB",
-        "LINGER_S": "0.2",
-    }.items():
-        monkeypatch.setenv(f"DATAPLANE_{name}", str(value))
+    budgets = {"DELIVERY_BYTES_PER_RANK": "256KiB", "SLAB_BYTES": "4KiB"}
+    tiny_budgets(monkeypatch, tmp_path, WORKER_COUNT=2, LINGER_S=0.2, **budgets)
 
 
 @pytest.fixture

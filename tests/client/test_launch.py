@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from fake_node import Script, open_job, serving
+from fake_node import Script, open_job, serving, steps_of
 from msgspec import structs
 from openings import opening
 from servers import S3Server
@@ -148,15 +148,6 @@ def said(monkeypatch, caplog) -> Said:
         pytest.fail(f"no {words!r} {count} times in: {caplog.messages}")
 
     return lines
-
-
-def steps_of(session: Session) -> list[int]:
-    stream, step, seen = SlabStream(session, 0, 0), 0, []
-    while slabs := stream.batches_from(step):
-        seen += [batch.step for slab in slabs for batch in slab.batches]
-        step = seen[-1] + 1
-    stream.close()
-    return seen
 
 
 @pytest.mark.parametrize("at", ["start", "hello", "open", "stream", "slab"])

@@ -13,7 +13,7 @@ import weakref
 from pathlib import Path
 
 import pytest
-from fake_node import Script, open_job, serving
+from fake_node import Script, open_job, serving, steps_of
 from fleet import wait_until as wait_until_true
 from forked import forking
 
@@ -46,15 +46,6 @@ def inode_of(fd: int) -> int | None:
         return os.fstat(fd).st_ino
     except OSError:
         return None
-
-
-def steps_of(session: Session) -> list[int]:
-    stream, step, seen = SlabStream(session, 0, 0), 0, []
-    while slabs := stream.batches_from(step):
-        seen += [batch.step for slab in slabs for batch in slab.batches]
-        step = seen[-1] + 1
-    stream.close()
-    return seen
 
 
 def test_a_job_is_opened_once_and_closed_with_the_session(fake, session) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from servers import S3Server
+from servers import S3Server, only
 
 from dataplane.arena.memfd import Arena
 from dataplane.model.errors import (
@@ -68,7 +68,7 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         files.rm("/place", recursive=True) if files.exists("/place") else None
     else:
         server = request.getfixturevalue("s3_server")
-        _only(monkeypatch, server.environment())
+        only(monkeypatch, server.environment())
         yield _on_s3(server, through_fsspec=kind == "s3fs")
 
 
@@ -104,14 +104,6 @@ def _on_s3(server: S3Server, *, through_fsspec: bool) -> Place:
     base = f"s3://{bucket}"
     store = FsspecStore(base) if through_fsspec else open_store(base)
     return Place(store, f"{base}/place/", put, "s3://no-such-bucket-here")
-
-
-def _only(monkeypatch: pytest.MonkeyPatch, environment: Mapping[str, str]) -> None:
-    for name in list(os.environ):
-        if name.startswith("AWS_"):
-            monkeypatch.delenv(name)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
 
 
 def test_list_is_in_url_order_and_leaves_folders_out(place: Place) -> None:
@@ -319,7 +311,7 @@ def test_wrong_credentials_are_denied(
 ) -> None:
     bucket = s3_server.bucket()
     s3_server.put(bucket, {"one": b"1"})
-    _only(monkeypatch, s3_server.environment() | {"AWS_SECRET_ACCESS_KEY": "guessed"})
+    only(monkeypatch, s3_server.environment() | {"AWS_SECRET_ACCESS_KEY": "guessed"})
     base = f"s3://{bucket}"
     store = FsspecStore(base) if through_fsspec else open_store(base)
 

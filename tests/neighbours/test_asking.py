@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,14 +13,8 @@ from lender import GENERATION, JOB, free, lending_node
 
 from dataplane.neighbours import asking
 from dataplane.neighbours.limits import Limits
-from dataplane.worker.forking import fork_server
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_fork_server(run_mark: str) -> Iterator[None]:
-    """It takes half a second to start."""
-    with fork_server.held():
-        yield
+pytestmark = pytest.mark.usefixtures("one_fork_server")
 
 
 def _open_descriptors() -> int:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from raw_trainer import table
+
+from dataplane.base.units import IMPORT_PATH_VARIABLE
+from dataplane.worker.forking import fork_server
 
 
 @pytest.fixture
@@ -26,3 +32,12 @@ def arrow(tmp_path: Path) -> str:
         with pa.ipc.new_file(str(tmp_path / f"{i}.arrow"), whole.schema) as writer:
             writer.write_table(whole)
     return f"{tmp_path}/*.arrow"
+
+
+@pytest.fixture(scope="module")
+def importing_fork_server(run_mark: str) -> Iterator[None]:
+    """A fork server for all tests of a module, whose workers find the modules of tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(IMPORT_PATH_VARIABLE, json.dumps(sys.path))
+        with fork_server.held():
+            yield

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import random
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +12,13 @@ import pytest
 from making_node import JOB, REFUSED, SLOT_BYTES, UNKNOWN, MakerNode, Pieces, maker_node, of, play
 from msgspec.structs import replace
 
-from dataplane.base.units import IMPORT_PATH_VARIABLE
 from dataplane.model.errors import StoreDenied
 from dataplane.model.records import ColumnOptions, Stream, View
 from dataplane.node.asked_stream import HELD_S, PATIENCE_S, STREAM_IDLE_S
 from dataplane.node.making import TRY_AGAIN_S
 from dataplane.rpc.making import MakeSlab, StepRange
-from dataplane.worker.forking import fork_server
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_fork_server(run_mark: str) -> Iterator[None]:
-    """It takes half a second to start. Its workers find the modules of tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(IMPORT_PATH_VARIABLE, json.dumps(sys.path))
-        with fork_server.held():
-            yield
+pytestmark = pytest.mark.usefixtures("importing_fork_server")
 
 
 @pytest.mark.timeout(100)

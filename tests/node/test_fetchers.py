@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import psutil
@@ -31,18 +30,11 @@ from dataplane.model.errors import (
 )
 from dataplane.model.records import Region, StorePause
 from dataplane.rpc import fetches, local, sockets, tasks
-from dataplane.store.connect import open_store
-from dataplane.store.outage import Pauses
-from dataplane.worker.forking import fork_server
+from dataplane.store.connect import Stores, open_store
+
+pytestmark = pytest.mark.usefixtures("one_fork_server")
 
 __all__ = ["awry"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_fork_server(run_mark: str) -> Iterator[None]:
-    """It takes half a second to start."""
-    with fork_server.held():
-        yield
 
 
 def test_ranges_of_a_real_store_arrive_and_its_errors_keep_their_types(
@@ -317,16 +309,9 @@ class Panic(BaseException):
 def test_whatever_a_store_raises_is_reported(failure: BaseException) -> None:
     """As a StoreError, which nobody tries again: it is a bug."""
 
-    class Broken:
+    class Broken(Stores):
         def connect(self, url: str) -> Any:
             raise failure
-
-        def trouble(self, url: str) -> None: ...
-
-        def take_counts(self) -> tuple[()]:
-            return ()
-
-        pauses = Pauses()
 
     arena, broken = Arena.create("blocks", ARENA_BYTES), Broken()
     ours, theirs = sockets.pair()

@@ -7,7 +7,6 @@ import itertools
 import os
 import signal
 import socket
-from collections.abc import Iterator
 
 import pytest
 from lender import BLOCK_BYTES, DATASET, GENERATION, JOB, free, lending_node
@@ -16,14 +15,8 @@ from dataplane.model.errors import NeighbourGone
 from dataplane.model.records import BlockForm, Region
 from dataplane.neighbours.wire import GIVEN_WHOLE, NOT_GIVEN
 from dataplane.rpc.lending import Asked, Request
-from dataplane.worker.forking import fork_server
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_fork_server(run_mark: str) -> Iterator[None]:
-    """It takes half a second to start."""
-    with fork_server.held():
-        yield
+pytestmark = pytest.mark.usefixtures("one_fork_server")
 
 
 def test_bytes_of_blocks_arrive_and_each_region_is_free_once() -> None:

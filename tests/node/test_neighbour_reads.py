@@ -23,18 +23,12 @@ from dataplane.neighbours.wire import GIVEN_WHOLE, NOT_GIVEN
 from dataplane.rpc import fetches, tasks
 from dataplane.rpc.lending import Asked
 from dataplane.store.connect import open_store
-from dataplane.worker.forking import fork_server
+
+pytestmark = pytest.mark.usefixtures("one_fork_server")
 
 __all__ = ["awry"]
 
 GAVE = fetches.NeighbourGave(LENGTH)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_fork_server(run_mark: str) -> Iterator[None]:
-    """It takes half a second to start."""
-    with fork_server.held():
-        yield
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,17 +19,11 @@ from dataplane.model.errors import NeighbourGone
 from dataplane.model.records import BlockForm, Region
 from dataplane.neighbours.handshake import ONE_SIDE
 from dataplane.rpc import fetches, tasks
-from dataplane.worker.forking import fork_server
+
+pytestmark = pytest.mark.usefixtures("one_fork_server")
 
 ROUNDS_MAX = READS_MIN // 3 - 2
 """Of three reads: with more, those that a busy machine delays are late, and cut off."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_fork_server(run_mark: str) -> Iterator[None]:
-    """It takes half a second to start."""
-    with fork_server.held():
-        yield
 
 
 def written(authority: Authority, folder: Path) -> PeerTls:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,16 +30,10 @@ from dataplane.rpc.sharing import (
     ShareManifestResponse,
 )
 from dataplane.settings import default_node_config
-from dataplane.worker.forking import fork_server
+
+pytestmark = pytest.mark.usefixtures("one_fork_server")
 
 WANTED = Wanted(DatasetSource(("s3://b/",)), View(), 0, "job", "launch")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_fork_server(run_mark: str) -> Iterator[None]:
-    """It takes half a second to start."""
-    with fork_server.held():
-        yield
 
 
 class Made(Struct, frozen=True):

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import psutil
 import pytest
@@ -22,14 +22,8 @@ from dataplane.model.errors import NeighbourGone
 from dataplane.neighbours import wire
 from dataplane.neighbours.wire import Answer, Outcome
 from dataplane.rpc.lending import Request
-from dataplane.worker.forking import fork_server
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_fork_server(run_mark: str) -> Iterator[None]:
-    """It takes half a second to start."""
-    with fork_server.held():
-        yield
+pytestmark = pytest.mark.usefixtures("one_fork_server")
 
 
 def _answers(

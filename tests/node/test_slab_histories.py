@@ -11,21 +11,14 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
 
 import pytest
 from lender import TIMEOUT_S
 from slab_makers import SLOT_BYTES, SLOTS, Maker, Reader, makers, reader
 
 from dataplane.rpc.lending import Asked
-from dataplane.worker.forking import fork_server
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_fork_server(run_mark: str) -> Iterator[None]:
-    """It takes half a second to start."""
-    with fork_server.held():
-        yield
+pytestmark = pytest.mark.usefixtures("one_fork_server")
 
 
 class History:

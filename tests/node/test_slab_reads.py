@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,16 +29,10 @@ from dataplane.model.records import BlockForm, Region
 from dataplane.neighbours import wire
 from dataplane.rpc.lending import Asked, Request
 from dataplane.store.connect import open_store
-from dataplane.worker.forking import fork_server
+
+pytestmark = pytest.mark.usefixtures("one_fork_server")
 
 __all__ = ["awry"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_fork_server(run_mark: str) -> Iterator[None]:
-    """It takes half a second to start."""
-    with fork_server.held():
-        yield
 
 
 def test_slabs_arrive_byte_for_byte_with_their_notes() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 
 import pytest
 from awry import Awry, Mood
@@ -12,16 +11,10 @@ from fetching import ARENA_BYTES, BODY, LENGTH, TIMEOUT_S, URL, awry, awry_tls, 
 from dataplane.fetcher.hedging import READS_MIN
 from dataplane.model.records import StorePause
 from dataplane.store.connect import open_store
-from dataplane.worker.forking import fork_server
+
+pytestmark = pytest.mark.usefixtures("one_fork_server")
 
 __all__ = ["awry", "awry_tls"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_fork_server(run_mark: str) -> Iterator[None]:
-    """It takes half a second to start."""
-    with fork_server.held():
-        yield
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from dataplane.model.errors import ConfigError
 from dataplane.plan import windows
-from dataplane.plan.loops import find_places, number_values, sort_rows
+from dataplane.plan.loops import sort_rows
 from dataplane.plan.order import WINDOW_MAX, Finder, Order, upcoming
 from dataplane.plan.permute import (
     extended,
@@ -461,26 +461,3 @@ def test_hashes_are_sorted(count: int) -> None:
 )
 def test_colliding_words_are_sorted(words: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> None:
     _check([words.tolist()])
-
-
-@given(st.lists(st.integers(-5, 60), min_size=1, max_size=50))
-def test_distinct_values_are_numbered_in_rising_order(drawn: list[int]) -> None:
-    values = np.array(drawn, np.int64)
-    distinct, numbers = number_values(values, -5, 66)
-    assert distinct.tolist() == sorted(set(drawn))
-    assert distinct[numbers].tolist() == drawn
-
-
-@given(st.lists(st.integers(1, 5000), min_size=1, max_size=30), st.integers(0, 4), st.data())
-def test_positions_are_found_from_any_part(
-    lengths: list[int], shift: int, data: st.DataObject
-) -> None:
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    end = int(starts[-1])
-    places = np.array(data.draw(st.lists(st.integers(0, end - 1), max_size=20)), np.int64)
-    edges = np.minimum(np.arange(((end - 1) >> shift) + 2) << shift, end - 1)
-    first = (np.searchsorted(starts, edges, side="right") - 1).astype(np.int32)
-    expected = np.searchsorted(starts, places, side="right") - 1
-    found, within = find_places(places, first, shift, starts)
-    assert found.tolist() == expected.tolist()
-    assert (starts[found] + within).tolist() == places.tolist()

@@ -221,18 +221,6 @@ def test_padded_batches_of_web_text_waste_less_than_two_percent() -> None:
     assert rows.sum() < 0.3 * 16 * rows.max(axis=1).sum()
 
 
-def test_documents_of_equal_length_change_packs_with_the_key() -> None:
-    lengths = np.full(100, 5, np.int64)
-    first, second = (packs_of(lengths, PackSpec("tokens", 16), keyed) for keyed in (1, 2))
-    assert len(first) == len(second) == 34
-    assert set(map(frozenset, np.split(first.pieces[0], first.starts[1:-1]))) != set(
-        map(frozenset, np.split(second.pieces[0], second.starts[1:-1]))
-    )
-    assert product.packs_of(lengths, PackSpec("tokens", 16), None).pieces[0].tolist() == list(
-        range(100)
-    )
-
-
 def test_users_hear_of_packs_that_waste_many_tokens() -> None:
     spec, many = PackSpec("tokens", 1000), 2_000_000
     good = Packing(many, 2_020, many, 0, 2_020_000)

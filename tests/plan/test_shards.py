@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import lzma
 import os
 import struct
 import sys
@@ -20,7 +18,7 @@ from msgspec.structs import replace
 
 from dataplane.index.journal import IndexJournal
 from dataplane.model.changes import EpochSteps
-from dataplane.model.errors import ConfigError, CorruptShard
+from dataplane.model.errors import ConfigError
 from dataplane.model.records import End, Region, View
 from dataplane.model.redact import unsigned
 from dataplane.plan import texts as text_module
@@ -248,30 +246,6 @@ def test_a_file_that_is_truncated_while_its_manifest_is_used_harms_no_job(tmp_pa
     assert found is not None
     assert [*found.shards] == [*manifest.shards]
     assert Manifest.from_bytes(found.to_bytes()) == manifest
-
-
-def test_a_manifest_of_a_former_release_is_refused_with_what_to_do():
-    content = lzma.decompress(base64.b64decode(FORMER))
-    with pytest.raises(CorruptShard, match="Index the dataset again"):
-        Manifest.from_bytes(content)
-
-
-FORMER = (
-    "/Td6WFoAAATm1rRGAgAhARwAAAAQz1jM4A3vA3JdAH/ougCgC4k+AyxIZ1ho2F78UPRaXg6LvC9LVbgskhYVAdeAiImFgu"
-    "zyHqy8RIgLoZFGXalTiwSmMKtXNO6edwJgAHBqKRM84plcVPU7aKTDZbePMqc6lkXm3R2mMtUaP+dxW7yZG0AOl3VAUfOz"
-    "yrdeuHxWhIVy6P3wL7wiYa+MNNYJUrfSiS/kog46OM+nQ3qPuARzwTregzx3vL6v7vdmLOrd2eC76m/O6zXeOrunQyNXKK"
-    "0M0213iAROJeiixzo1B92rOkzJl7dBYm2Y1hS2sZ724AasZMnDTCmGFmZeYZ4W8bA+/AHPzM4W+wH+NdVSttFxCWYmR9HF"
-    "3sDJ7c32cCEMuFeF6ETjaNh2dUa78iVr6AKBrE3Ad3UNx4bO63bphfLQYpst/skzUaVjN7ksIl/FQR8UvHe8eFIRPotdmx"
-    "BZPTySSGkM/KEn91dsLJT2128tYd4HcNY0kf3cSWui3IxkfU2E5G5x8Ph7mnJlBHo4IdrEzlIMWCduCsCTn6S93tzegpqx"
-    "yXhnZ2fqo+GuUdmrZDJ5BPgVdFp2sjGBIyuvX/0u3FA+ktu3au/9ON532Rdg2QDkFQxpDWFkaz4qPRd92T7UCPU2m5GN0b"
-    "AsdA9F9SSuMn6AOw3XHDcFqVCR90mT+UkHmQPQb7Shumz4j0eIMl2AxTSw6ATETWD6U7UBdspWx46Zd90rjMCCTsd6oYz+"
-    "3kc9HhR6ZRE4BvhbcRN+j1pfPYfBfIPLweGymTfvZGeagkDRQuUvMBGjtWkzxFhmjjQZcZyjSwSj9JjVGqm6OkCx3a37Li"
-    "OVwxuiaznL3AJEhOc4TVt0xLA42qToOSjk+29xI2QrbvPNpXRUjNxSk42IEGc1p6qql2VlGCBHG03YZG2VQmfqeSEMg4DV"
-    "uJjV11KEtGR0EeYTZvjpBGifF1veGAC4yyqK7aIkWZZg1XZbWe5t9mWUesTTzYB8Nx+8Z+5ZgyN+DDTJ3Wh4M3OhJo8URM"
-    "sh4Eko+H6xQUNYi9ad/Bif9jpsv3tFv+OhWl9NwGxmlsbSJ4eed2X4RsujRxZdb22qBlXdSl/w8TndhqwyDk0/nZv4YE7U"
-    "YQGdMVcz3YA0ipJuPK9aZpSnf7hfSCCYeYSmLv6g3xjpEHnqbtqpE5IGghwpgrFQ2fGVtVnfFyYrcQ+JArhLbm7HAAAAAN"
-    "5MaEJ2NiwaAAGOB/AbAABTJ9rDscRn+wIAAAAABFla"
-)
 
 
 @given(

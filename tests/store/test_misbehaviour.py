@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from awry import Awry, Mood, awry_server
 from fake_clock import Time
-from servers import S3Server
+from servers import S3Server, only
 
 from dataplane.model.errors import (
     ConfigError,
@@ -40,16 +40,8 @@ URL = "s3://bucket/shard.bin"
 @pytest.fixture
 def awry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Awry]:
     with awry_server({"bucket/shard.bin": BODY}) as server:
-        _only(monkeypatch, server.environment())
+        only(monkeypatch, server.environment())
         yield server
-
-
-def _only(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
-    for name in list(os.environ):
-        if name.startswith("AWS_"):
-            monkeypatch.delenv(name)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +169,7 @@ def test_an_endpoint_that_does_not_answer_is_reported(
     monkeypatch: pytest.MonkeyPatch, ask: Callable[[object], object], port_of_nobody: int
 ) -> None:
     port = port_of_nobody
-    _only(
+    only(
         monkeypatch,
         {
             "AWS_ACCESS_KEY_ID": "a",
@@ -256,7 +248,7 @@ def test_credentials_that_cannot_be_renewed_are_retried_and_missing_ones_are_not
 
 
 def test_a_host_without_an_address_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    _only(
+    only(
         monkeypatch,
         {
             "AWS_ACCESS_KEY_ID": "a",
@@ -273,7 +265,7 @@ def test_missing_credentials_are_said_so(
     awry: Awry, monkeypatch: pytest.MonkeyPatch, tmp_path: object, port_of_nobody: int
 ) -> None:
     nowhere = f"http://127.0.0.1:{port_of_nobody}"
-    _only(monkeypatch, {"AWS_ENDPOINT_URL": awry.endpoint, "AWS_METADATA_ENDPOINT": nowhere})
+    only(monkeypatch, {"AWS_ENDPOINT_URL": awry.endpoint, "AWS_METADATA_ENDPOINT": nowhere})
     monkeypatch.setenv("HOME", str(tmp_path))
 
     with pytest.raises(StoreDenied, match="no credentials found"):
@@ -294,7 +286,7 @@ def test_a_profile_of_the_aws_folder_gives_the_credentials(
     (home / ".aws" / "config").write_text(
         f"[profile training]\nregion = us-east-1\nendpoint_url = {s3_server.endpoint}\n"
     )
-    _only(monkeypatch, {"AWS_PROFILE": "training"})
+    only(monkeypatch, {"AWS_PROFILE": "training"})
     monkeypatch.setenv("HOME", str(home))
 
     assert open_store(f"s3://{bucket}").head(f"s3://{bucket}/one").size_bytes == 1
@@ -309,7 +301,7 @@ def test_a_real_server_that_ignores_range_is_reported(
 ) -> None:
     bucket = careless_s3_server.bucket()
     careless_s3_server.put(bucket, {"shard.bin": BODY})
-    _only(monkeypatch, careless_s3_server.environment())
+    only(monkeypatch, careless_s3_server.environment())
     store = Stores(clock=Time().clock()).connect(f"s3://{bucket}")
     info = store.head(f"s3://{bucket}/shard.bin")
 
@@ -388,7 +380,7 @@ def test_an_unknown_scheme_is_refused() -> None:
 def test_an_endpoint_that_is_no_url_is_refused(
     monkeypatch: pytest.MonkeyPatch, endpoint: str
 ) -> None:
-    _only(monkeypatch, {"AWS_ACCESS_KEY_ID": "a", "AWS_ENDPOINT_URL": endpoint})
+    only(monkeypatch, {"AWS_ACCESS_KEY_ID": "a", "AWS_ENDPOINT_URL": endpoint})
 
     with pytest.raises(ConfigError, match="AWS_ENDPOINT_URL is") as raised:
         open_store("s3://bucket")

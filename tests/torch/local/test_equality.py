@@ -14,15 +14,6 @@ from dataplane_torch import DataLoader
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_datasets import ANYTHING, COLLATED, Flow, Samples, Together, as_is, as_pair, is_same
-from torch.utils.data import (
-    BatchSampler,
-    ConcatDataset,
-    RandomSampler,
-    Subset,
-    SubsetRandomSampler,
-    TensorDataset,
-    WeightedRandomSampler,
-)
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 pytestmark = [
@@ -60,10 +51,6 @@ def two_epochs(loader: Any) -> list[Any]:
 def left_early(loader: Any) -> list[Any]:
     first = list(itertools.islice(loader, 2))
     return [*first, "left", *loader]
-
-
-def both_at_once(loader: Any) -> list[Any]:
-    return list(zip(loader, loader, strict=True))
 
 
 workers = st.integers(0, 2)
@@ -176,59 +163,6 @@ def test_the_users_way_to_collate_tensors_is_used(kind, monkeypatch) -> None:
     if kind == "long":
         with pytest.raises(TypeError, match="default_collate"):
             list(make(DataLoader))
-
-
-class Evens:
-    """A batch sampler that is a new list of lists."""
-
-    def __iter__(self) -> Any:
-        return iter([[0, 2], [4], [6, 8, 8]])
-
-
-@pytest.mark.parametrize(
-    ("num_workers", "own", "walk"),
-    [
-        *itertools.product([0], [True, False], [two_epochs, left_early, both_at_once]),
-        # Samplers run in the trainer: each walk, and each generator, once more with workers.
-        (2, True, two_epochs),
-        (2, False, left_early),
-        (2, True, both_at_once),
-    ],
-)
-def test_samplers_of_torch_and_of_the_users_own(num_workers, own, walk) -> None:
-    dataset = Samples("nested", 10)
-
-    def make(loader: type, which: int) -> Any:
-        generator = torch.Generator().manual_seed(7) if own else None
-        given: list[dict[str, Any]] = [
-            {"sampler": SubsetRandomSampler([1, 5, 7], generator=generator)},
-            {"sampler": WeightedRandomSampler([1.0] * 9, 5, generator=generator)},
-            {"sampler": RandomSampler(dataset, True, 7, generator), "batch_size": 3},
-            {"batch_sampler": BatchSampler(range(10), 4, drop_last=True)},
-            {"batch_sampler": Evens()},
-            {"sampler": [3, 1], "batch_size": None},
-        ]
-        return loader(dataset, num_workers=num_workers, generator=generator, **given[which])
-
-    for which in range(6):
-        assert_equal(lambda loader, which=which: make(loader, which), walk)
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_datasets_of_torch(num_workers) -> None:
-    tensors = TensorDataset(torch.arange(30.0).reshape(10, 3), torch.arange(10))
-    for dataset in (
-        tensors,
-        Subset(tensors, [1, 3, 5]),
-        ConcatDataset([tensors, Subset(tensors, [0, 9])]),
-        [1, 2, 3, 4],
-        {0: "a", 1: "b", 2: "c"},
-    ):
-        assert_equal(
-            lambda loader, dataset=dataset: loader(
-                dataset, 2, shuffle=True, num_workers=num_workers
-            )
-        )
 
 
 @given(count=st.integers(1, 12), num_workers=st.integers(1, 3), batch_size=st.integers(1, 4))

@@ -167,6 +167,10 @@ def left(loader: Any) -> Iterator[Any]:
     yield from loader
 
 
+def both_at_once(loader: Any) -> Iterator[Any]:
+    yield from zip(loader, loader, strict=True)
+
+
 def past_the_end(loader: Any) -> Iterator[Any]:
     """Continues after errors and after the end, like a careless loop."""
     iterator = iter(loader)
@@ -300,18 +304,22 @@ def cases() -> Iterator[Any]:
     for name, make in MAPS.items():
         for walk in (whole, looked_at) if name in {"a list", "pair"} else (whole,):
             yield case(f"{name} {walk.__name__}", make, walk, "0")
-            yield case(f"{name} {walk.__name__}", make, walk, "2")
+            yield case(f"{name} {walk.__name__}", make, walk, "2", is_quick=name == "tensors")
     for name, make in {**WRONG, **FLOWS}.items():
         quick = name in {"none among", "two words", "sampler", "stream"}
         for workers in ("0", "2"):
             yield case(name, make, past_the_end, workers, is_quick=quick)
     for name, make in SAMPLED.items():
-        for workers, walk in (("0", whole), ("2", left), ("2 kept", whole)):
+        for workers, walk in (
+            *(("0", whole), ("0", both_at_once)),
+            *(("2", left), ("2", both_at_once), ("2 kept", whole)),
+        ):
 
             def sampled(make: Make = make) -> Arguments:
                 return {"dataset": Of(drawn), **make()}
 
-            yield case(f"{name} {walk.__name__}", sampled, walk, workers)
+            quick = name in {"with a generator", "weighted"} and workers == "2"
+            yield case(f"{name} {walk.__name__}", sampled, walk, workers, is_quick=quick)
     for workers in WORKERS:
         for sample, walk in ((about_worker, whole), (drawn, left)):
             # Arguments of a spawned process are pickled: functions of a test module cannot be.
