@@ -83,7 +83,7 @@ class Nodes:
         for name, failure in zip(names, failures, strict=True):
             if failure:
                 what = f"the node on Ray's host {name}" if name else "the coordinator"
-                raise ConfigError(f"{what} is not ready: {failure}", host=name)
+                raise ConfigError(f"{what} is not ready: {failure}")
 
     def close(self) -> None:
         """Drain all nodes, then stop them. May be called twice."""
