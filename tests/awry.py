@@ -48,6 +48,7 @@ class Mood(enum.Enum):
     AGAIN = "pages of a list are all the first one"
     UNORDERED = "a list goes from the last key to the first, and starts at no other"
     HINTED = "103 Early Hints, and then the answer"
+    SLOW = "as S3 would, after a fifth of a second"
     HANG = "nothing, until the server closes"
     STALL = "half of the body, then nothing until the server closes"
     DRIP = "the last bytes of the body one by one"
@@ -188,6 +189,8 @@ class _Answer(http.server.BaseHTTPRequestHandler):
             self.awry.closing.wait()
             self.close_connection = True
             return
+        if mood is Mood.SLOW:
+            self.awry.closing.wait(0.2)
         if mood is Mood.DRIP_HEAD:
             self._drip(b"HTTP/1.1 206 " + _DRIPPED * b"x")
             self.close_connection = True

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import scrapes
+from awry import Mood, awry_server
 from dataplane_torch import CenterCrop, DataLoader, Mixture, Pack, Source
 from fleet import Service
 from pictures import drawn, encoded
@@ -34,30 +36,42 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    folder, name = tmp_path_factory.mktemp("service"), f"metrics-{os.getpid()}:7077"
+@contextlib.contextmanager
+def served(folder: Path, more: Mapping[str, str], *arguments: str) -> Iterator[Service]:
+    """A service that shows metrics, which loaders find."""
+    name = f"{folder.name}-{os.getpid()}:7077"
     environ = {
+        **more,
         "DATAPLANE_TOKEN": TOKEN,
         "DATAPLANE_STATE_DIR": str(folder / "state"),
         "DATAPLANE_CACHE_DIR": str(folder / "cache"),
         "DATAPLANE_METRICS_LISTEN": "127.0.0.1:0",
         "PYTHONPATH": str(Path(__file__).parents[1]),
     }
-    listens = ("--listen", "127.0.0.1:0", "--service", name, "--allowed-functions", MAP)
+    listens = ("--listen", "127.0.0.1:0", "--service", name, *arguments, *SMALL)
     with (
         pytest.MonkeyPatch.context() as patch,
-        Service(*listens, *SMALL, environ=environ, log=folder / "log") as made,
+        Service(*listens, environ=environ, log=folder / "log") as service,
     ):
         patch.setenv("DATAPLANE_SERVICE", name)
-        yield made
+        yield service
+
+
+def scrape_of(service: Service) -> Scrape:
+    """Read the present samples of a name."""
+    address = scrapes.address_in(service)
+    return lambda name: scrapes.values(scrapes.page(address, TOKEN), name)
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with served(tmp_path_factory.mktemp("metrics"), {}, "--allowed-functions", MAP) as service:
+        yield service
 
 
 @pytest.fixture
 def scrape(service: Service) -> Scrape:
-    """The present samples of a name."""
-    address = scrapes.address_in(service)
-    return lambda name: scrapes.values(scrapes.page(address, TOKEN), name)
+    return scrape_of(service)
 
 
 def test_exposed_time_is_what_a_trainer_waits_beyond_its_first_batch(
@@ -139,3 +153,29 @@ def test_rows_that_others_replace_are_counted(scrape: Scrape, tmp_path: Path) ->
     with DataLoader(tmp_path / "a.parquet", 4, name="images", **options) as loader:
         assert sum(len(batch["jpg"]) for batch in loader) == 12
         assert scrape("dataplane_replaced_rows_total")["images",] == 2
+
+
+def test_a_slow_store_is_named(shards: str, tmp_path: Path) -> None:
+    bodies = {f"bucket/{path.name}": path.read_bytes() for path in Path(shards).iterdir()}
+    with (
+        awry_server(bodies) as server,
+        served(tmp_path, server.environment(), "--fetch-count", "1") as service,
+        DataLoader("s3://bucket/", batch_size=BATCH, name="slow") as loader,
+    ):
+        scrape, batches = scrape_of(service), iter(loader)
+        next(batches)
+        server.usual = Mood.SLOW
+        began = time.perf_counter()
+        assert len(list(batches)) == ROWS // BATCH - 1
+        took_s = time.perf_counter() - began
+        exposed = scrapes.until(
+            partial(scrape, "dataplane_exposed_seconds_total"),
+            lambda waits: sum(waits.values()) > 0.5 * took_s,
+        )
+        assert max(exposed, key=exposed.__getitem__) == ("slow", "0", "fetch")
+        counts = scrape("dataplane_store_request_seconds_bucket")
+        (slow,) = {store for _, store in counts}
+        assert slow == "s3://bucket"
+        late = counts["+Inf", slow] - counts["0.1", slow]
+        assert late >= 1
+        assert scrape("dataplane_read_bytes_total")["origin",] > 0
