@@ -165,7 +165,12 @@ class IndexProcesses:
         return np.frombuffer(_locally_first(shard, counted), "<i8").astype(np.int64)
 
     def _index(self, format_: Format, shard: StoredShard, *, is_local: bool) -> ShardIndex:
-        parts = [] if is_local else self._first_parts(format_, shard)
+        # To read what the worker requests first, while it starts, saves one or two round trips.
+        places = () if is_local else first_reads(format_, shard.size_bytes)
+        parts = [
+            (place.offset, self._reads.submit(shard.read, place.offset, place.length))
+            for place in places
+        ]
 
         def order() -> tasks.IndexShard:
             return _order(format_, shard.listed, parts, is_local=is_local)
@@ -189,27 +194,15 @@ class IndexProcesses:
             finally:
                 process.kill()
 
-    def _first_parts(self, format_: Format, shard: StoredShard) -> _FirstParts:
-        """Read what the process would request first. Reading it while the process starts saves one
-        or two round trips, and the messages.
-        """
-        places = first_reads(format_, shard.size_bytes)
-        return [
-            (place.offset, self._reads.submit(shard.read, place.offset, place.length))
-            for place in places
-        ]
-
     def _kept(self, listed: ObjectInfo, parts: _FirstParts, index: ShardIndex) -> ShardIndex:
         """Return the index. The preamble is passed to `keep` if it came with the first parts."""
         place = index.preamble
-        keep = self._keep
-        if keep is None or not place.length:
+        if self._keep is None or not place.length:
             return index
         for offset, part in parts:
             at, content = place.offset - offset, memoryview(part.result())
             if 0 <= at <= len(content) - place.length:
-                found = bytes(content[at : at + place.length])
-                keep(listed.url, listed.etag, place, found)
+                self._keep(listed.url, listed.etag, place, bytes(content[at : at + place.length]))
                 break
         return index
 
