@@ -206,7 +206,7 @@ class MakerNode:
     def passes(self, seconds: float) -> None:
         """Time passes."""
         self.now += seconds
-        self.making.look()
+        self.making.tick()
 
     async def until(self, condition: Callable[[], object]) -> None:
         """Wait for it."""

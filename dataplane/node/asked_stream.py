@@ -203,7 +203,7 @@ class AskedStream:
         else:
             self._make(ask, coming)
 
-    def look(self, now: float) -> None:
+    def tick(self, now: float) -> None:
         """Handle a tick: refuse old requests, and release old slabs."""
         self._now = now
         self._waiting = [request for request in self._waiting if not self._is_late(request[0])]
@@ -415,10 +415,10 @@ class MakingPlace(Struct, eq=False):
     streams: dict[object, AskedStream] = field(default_factory=dict)
     closed: list[AskedStream] = field(default_factory=list)
 
-    def look(self, now: float) -> None:
+    def tick(self, now: float) -> None:
         """Close streams without requests."""
         for key, stream in list(self.streams.items()):
-            stream.look(now)
+            stream.tick(now)
             if stream.is_idle and now - stream.last_asked > STREAM_IDLE_S:
                 self.close_stream(key)
         self.closed = [stream for stream in self.closed if not stream.is_idle]

@@ -95,7 +95,7 @@ class Door:
             loop.remove_reader(self._ends.fileno())
         self._ends.close()
 
-    def look(self, now: float | None = None) -> None:
+    def tick(self, now: float | None = None) -> None:
         """Close connections that have been silent for too long, and tell how many lines about
         refused ones, and others, are not in the log.
         """

@@ -291,8 +291,8 @@ class Engine:
 
     def tick(self) -> None:
         """Report to the scheduler that time has passed; call this about twice a second."""
-        self._fetcher.look()
-        busy, bytes_per_s = self._pool.look()
+        self._fetcher.tick()
+        busy, bytes_per_s = self._pool.tick()
         self._tell(events.Ticked(busy, bytes_per_s, self._pool.at_work))
 
     # -- deciding --------------------------------------------------------------------------------

@@ -388,9 +388,9 @@ class Fetcher:
         """The reads so far."""
         return self.origin.statistics()
 
-    def look(self) -> None:
+    def tick(self) -> None:
         """Start or stop fetchers as needed; call this about twice a second."""
-        self.origin.look()
+        self.origin.tick()
 
     def close(self) -> None:
         """Stop all reads. May be called twice."""

@@ -215,7 +215,7 @@ class _Fetcher(Struct, eq=False):
     is_ending: bool = False
     is_surplus: bool = False
     has_room: bool = True
-    """False after a message did not fit into its socket, until it answers or at the next look."""
+    """False after a message did not fit into its socket, until it answers or at the next tick."""
 
     def scanned(self, kept: fetches.KeptFound) -> None:
         for read in self.reads.values():
@@ -323,7 +323,7 @@ class Fetchers:
             (trouble for fetcher in self._fetchers if (trouble := fetcher.trouble.get(url))), None
         )
 
-    def look(self) -> None:
+    def tick(self) -> None:
         """Add or remove fetchers; call it about twice a second."""
         now = time.monotonic()
         spent_s = self._spent_s + sum(fetcher.cpu_s for fetcher in self._fetchers)

@@ -183,7 +183,7 @@ class Heartbeat:
             except DataplaneError as error:
                 self._trace.failed("heartbeat", error=error)
 
-    def look(self) -> None:
+    def tick(self) -> None:
         """Fail requests that wait for the coordinator before their trainers give up; call this
         about twice a second.
         """

@@ -175,12 +175,12 @@ class Making:
         for key in [key for key in self._jobs if key[0] == job_id]:
             self._close(self._jobs.pop(key))
 
-    def look(self) -> None:
+    def tick(self) -> None:
         """Handle a tick; called about once a second while there are jobs."""
         now = self._clock()
         for key, job in list(self._jobs.items()):
             for name, place in list(job.places.items()):
-                place.look(now)
+                place.tick(now)
                 is_left = not place.streams and now - place.last_asked > JOB_IDLE_S
                 if is_left:
                     self._places.leave(job.places.pop(name))
@@ -205,7 +205,7 @@ class Making:
 
     def _look_again(self) -> None:
         self._timer = None
-        self.look()
+        self.tick()
         if self._jobs or not self._places.is_empty:
             self._keep_time()
 
@@ -441,10 +441,10 @@ class Neighbourhood:
         if self._lending is not None:
             self._lending.serve(self._asked, self._given)
 
-    def look(self) -> None:
-        """Implement `Lending.look`."""
+    def tick(self) -> None:
+        """Implement `Lending.tick`."""
         if self._lending is not None:
-            self._lending.look()
+            self._lending.tick()
 
     def reads(self) -> NodeReads:
         """Return what this node has read, found in memory, sent to neighbours, and made

@@ -182,7 +182,7 @@ class Lending:
             self._asked.remove(number)
             self._send(lending.Refuse(number, is_unknown))
 
-    def look(self) -> None:
+    def tick(self) -> None:
         """Replace the lender if it hangs; call it about twice a second."""
         process, now = self._process, time.monotonic()
         if process is not None and process.is_hung(now, lambda: self._send(_PROBE)):

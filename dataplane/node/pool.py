@@ -117,7 +117,7 @@ class WorkerPool:
             self._send_next(worker)
         self._retire()
 
-    def look(self) -> tuple[float, float]:
+    def tick(self) -> tuple[float, float]:
         """Return, since the last call: how many workers were busy on average, and how many bytes of
         slabs they made per second.
         """

@@ -514,15 +514,15 @@ class NodeServer:
             self._neighbours.start()
             self.door.open()
             # Trainers are accepted meanwhile, and wait for this before they open jobs.
-            if await done_before(stop, self.heartbeat.register(), self.door.look):
+            if await done_before(stop, self.heartbeat.register(), self.door.tick):
                 beating = background.start("heartbeat", self.heartbeat.run())
                 self._watchdog.start()
                 ready()
             while beating is not None and not self._is_done(stop):
-                self.door.look()
+                self.door.tick()
                 self.engine.tick()
-                self.heartbeat.look()
-                self._neighbours.look()
+                self.heartbeat.tick()
+                self._neighbours.tick()
                 await wait_stop(stop, _TICK_S, is_draining=self.draining)
                 if stop.is_set() and not self.draining:
                     self.draining = True

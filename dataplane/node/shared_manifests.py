@@ -185,9 +185,9 @@ class LentManifests:
         self._lender.lend_arena(arena_id, arena.fd)
         arena.close()  # the lender has its own descriptor
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(IDLE_S, self._look)
+            self._timer = asyncio.get_running_loop().call_later(IDLE_S, self._drop_idle)
 
-    def _look(self) -> None:
+    def _drop_idle(self) -> None:
         self._timer = None
         loop = asyncio.get_running_loop()
         oldest, has_bytes = loop.time() - IDLE_S, False
@@ -196,7 +196,7 @@ class LentManifests:
                 self._drop_bytes(lent)
             has_bytes |= bool(lent.arena_id)
         if has_bytes:
-            self._timer = loop.call_later(IDLE_S, self._look)
+            self._timer = loop.call_later(IDLE_S, self._drop_idle)
 
     def _drop_bytes(self, lent: _Lent) -> None:
         if lent.arena_id:

@@ -81,9 +81,9 @@ def test_silent_connections_are_closed_and_greeted_ones_stay() -> None:
                 await made.comes(stack)
             silent, polite = made.inside
             made.door.greeted(polite)
-            made.door.look()
+            made.door.tick()
             assert made.inside == [silent, polite]
-            made.door.look(time.monotonic() + 1000)
+            made.door.tick(time.monotonic() + 1000)
             assert made.inside == [polite]
 
     asyncio.run(play())

@@ -125,16 +125,16 @@ def test_the_reads_of_a_stopped_fetcher_are_read_by_another(
             awry.be()
             os.kill(pid, signal.SIGSTOP)
             reads.append(asyncio.ensure_future(at.read(etag, 4 * LENGTH)))
-            await at.until(lambda: at.fetchers.look() or pid not in at.fetchers.pids)
+            await at.until(lambda: at.fetchers.tick() or pid not in at.fetchers.pids)
             assert await asyncio.gather(*reads) == [None] * 5
             for n in range(5):
                 assert at.bytes_at(n * LENGTH) == BODY[10 : 10 + LENGTH]
             (another,) = at.fetchers.pids
             # An idle one hangs unnoticed, until it gets something to do.
             os.kill(another, signal.SIGSTOP)
-            at.fetchers.look()
+            at.fetchers.tick()
             read = asyncio.ensure_future(at.read(etag))
-            await at.until(lambda: at.fetchers.look() or another not in at.fetchers.pids)
+            await at.until(lambda: at.fetchers.tick() or another not in at.fetchers.pids)
             assert await read is None
 
     asyncio.run(play())
@@ -214,7 +214,7 @@ def test_reads_that_wait_for_a_thread_get_another_fetcher_up_to_the_bound(awry: 
             reads = [asyncio.ensure_future(at.read(etag)) for _ in range(READS_MAX + 3)]
             await at.until(lambda: len(awry.seen) == READS_MAX)
             assert len(at.fetchers.pids) == 1
-            at.fetchers.look()
+            at.fetchers.tick()
             assert len(at.fetchers.pids) == 2
             await at.until(lambda: len(awry.seen) == READS_MAX + 3)
             for read in reads:

@@ -103,7 +103,7 @@ def test_who_waits_for_an_outcome_is_told_which_coordinator_owes_it() -> None:
         config, Coordinator(CoordinatorConfig("")), jobs, engine, "node", trace, Outages(),
         Watchdog(trace), NodeReads,
     )  # fmt: skip
-    beat.look()
+    beat.tick()
     ((number, error),) = found
     assert (number, type(error)) == (7, DataStallError)
     said = (

@@ -167,7 +167,7 @@ def test_a_stopped_lender_frees_its_regions_and_another_one_lends(
             pid = node.lending.pid
             os.kill(pid, signal.SIGSTOP)
             node.give(asked)
-            await node.until(lambda: node.lending.look() or node.given)
+            await node.until(lambda: node.lending.tick() or node.given)
             assert node.given == [asked.number]
             assert node.lending.pid != pid
             with pytest.raises(NeighbourGone):

@@ -347,12 +347,12 @@ def test_more_workers_take_jobs_when_they_are_up_and_too_many_end_when_idle(tmp_
 
 def test_a_look_returns_the_share_of_busy_workers_since_the_last_look(tmp_path: Path) -> None:
     async def scene(bench: Bench) -> None:
-        bench.pool.look()
+        bench.pool.tick()
         await bench.decode(0, ROOM)
-        busy, bytes_per_s = bench.pool.look()
+        busy, bytes_per_s = bench.pool.tick()
         assert 0 < busy <= 1.01
         assert bytes_per_s == 0  # a block is no slab
         await bench.assemble((bench.mapped(1),), [(0, 0), (0, 1)], SLAB)
-        assert bench.pool.look()[1] > 0
+        assert bench.pool.tick()[1] > 0
 
     on_bench(arrow_shards(tmp_path, 4), scene)

@@ -74,7 +74,7 @@ class History:
             await asyncio.sleep(self.chance.uniform(0, 0.5))
             drawn, node = self.chance.random(), self.chance.choice(self.nodes)
             pids = [node.lending.pid, *self.at.fetchers.pids]
-            self.at.fetchers.look()
+            self.at.fetchers.tick()
             with contextlib.suppress(ProcessLookupError):
                 if drawn < 0.3 and pids[0]:
                     os.kill(pids[0], signal.SIGKILL)

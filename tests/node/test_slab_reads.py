@@ -109,7 +109,7 @@ def test_what_opens_a_job_may_be_long_but_not_too_long() -> None:
             os.kill(at.fetchers.pids[0], signal.SIGCONT)
             async with asyncio.timeout(TIMEOUT_S):
                 while len(held) < 20:
-                    at.fetchers.look()
+                    at.fetchers.tick()
                     await asyncio.sleep(0.01)
             for number in held:
                 maker.lending.refuse(number)
@@ -158,11 +158,11 @@ def test_slabs_that_wait_take_no_place_of_a_block(awry: Awry) -> None:
             assert await at.read(etag) is None
             assert at.bytes_at(0) == BODY[10 : 10 + LENGTH]
             assert at.fetchers.statistics().read_bytes == LENGTH
-            at.fetchers.look()
+            at.fetchers.tick()
             assert len(at.fetchers.pids) == 1, "no fetcher is short of anything"
             slabs += [asyncio.ensure_future(at.slab(maker.maker())) for _ in range(3)]
             await asyncio.sleep(0)
-            at.fetchers.look()
+            at.fetchers.tick()
             assert len(at.fetchers.pids) == 2, "three slabs wait for a thread"
             await maker.until(lambda: len(maker.asked) == SLABS_MAX + 3)
             for asked in maker.asked:

@@ -246,7 +246,7 @@ def test_a_node_tells_how_many_connections_it_has_refused_without_a_line(
             door.close()
         clock.go()
         while not suppressed(caplog):
-            door.look()
+            door.tick()
             await asyncio.sleep(0.01)
 
     asyncio.run(main())
