@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
 from msgspec import structs
 
 from dataplane.client.statistics import Bound, Stage, Statistics
-from dataplane.commands.doctor_checks import Probe
+from dataplane.commands.doctor_checks import Probe, disk
 from dataplane.commands.doctor_run import TrialSetup, advice, verdict
 from dataplane.model.config import NodeConfig
+from dataplane.node.stored import open_cache_folder
+from dataplane.settings import default_node_config
 
 MIB = 1 << 20
 CONFIG = NodeConfig("/c", 64 * MIB, 128 * MIB, 16 * MIB, 2, 16, 30.0, 120.0, 30.0)
@@ -90,3 +95,37 @@ def test_advice_on_storage_knows_which_columns_are_read(
     about = [one for one in told if "columns" in one]
     assert len(about) == (says is not None)
     assert all(says is not None and one.startswith(says) for one in about)
+
+
+def config(folder: Path, cache_bytes: int) -> NodeConfig:
+    settings = {"cache_dir": str(folder), "cache_bytes": cache_bytes}
+    return structs.replace(default_node_config(), **settings)
+
+
+def test_nothing_is_said_of_a_disk_that_is_not_used(tmp_path: Path) -> None:
+    assert disk(config(tmp_path, 0)) == []
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_disk_with_room_is_well(tmp_path: Path) -> None:
+    (found,) = disk(config(tmp_path, MIB))
+    assert not found.advice
+    assert found.found.startswith(f"1.0 MiB for blocks in {tmp_path}/blocks, and room for")
+
+
+def test_too_little_room_is_told_before_training(tmp_path: Path) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    if usage.free > usage.total - (64 << 20):
+        pytest.skip("an empty disk has room for all of it")
+    (found,) = disk(config(tmp_path, usage.total - (32 << 20)))
+    assert "lower cache_bytes" in found.advice
+
+
+def test_why_a_disk_cannot_be_used_is_told(tmp_path: Path) -> None:
+    folder = open_cache_folder(str(tmp_path), MIB)
+    (taken,) = disk(config(tmp_path, MIB))
+    folder.close()
+    assert "another node" in taken.advice
+    (tmp_path / "blocks").chmod(0o755)
+    (wrong,) = disk(config(tmp_path, MIB))
+    assert "open to other users" in wrong.advice
