@@ -424,7 +424,7 @@ def check_variables(environ: Mapping[str, str]) -> None:
     for name in unknown_variables(environ):
         import difflib
 
-        known = [one.removeprefix(units.PREFIX) for one in _known_variables()]
+        known = [known_variable.removeprefix(units.PREFIX) for known_variable in _known_variables()]
         near = difflib.get_close_matches(name.removeprefix(units.PREFIX), known, n=1)
         meant = f"did you mean {units.PREFIX}{near[0]}?" if near else "it limits nothing."
         raise ConfigError(

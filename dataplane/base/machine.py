@@ -268,8 +268,9 @@ class Pulse:
     """Detects that the process at the other end of a local socket no longer reads.
 
     The process is considered stopped, or stuck in a system call, if a message stays unread for
-    `timeout_s` of its own processor time and idle time. The kernel reports how many bytes are
-    unread, so the other process need not answer. Call `is_lost` about twice a second.
+    `timeout_s`, not counting the time that the process waited for a processor. The kernel reports
+    how many bytes are unread, so the other process need not answer. Call `is_lost` about twice a
+    second.
     """
 
     def __init__(self, sock: socket.socket, timeout_s: float) -> None:

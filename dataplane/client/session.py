@@ -137,7 +137,7 @@ class Session:
 
     def learn(self, entries: Iterable[LedgerEntry]) -> None:
         """Note weights that people requested."""
-        some = {one.seq: one for one in entries if one.kind == MIX}
+        some = {entry.seq: entry for entry in entries if entry.kind == MIX}
         if some.keys() <= self._mix_entries.keys():
             return
         self._mix_entries |= some
@@ -184,7 +184,12 @@ class Session:
                 SourceUrls(each.name, tuple(map(unsigned, each.source.urls)), each.source.format)
                 for each in sources
             ),
-            tuple({one.seq: one for one in (*job.entries, *self._mix_entries.values())}.values()),
+            tuple(
+                {
+                    mix_entry.seq: mix_entry
+                    for mix_entry in (*job.entries, *self._mix_entries.values())
+                }.values()
+            ),
         ).to_lines()
 
     def tally(self) -> Tally:

@@ -104,7 +104,7 @@ class RowsDigest(Struct, frozen=True):
 
 def mix_to_dict(mix: MixHistory, asked: str) -> dict[str, Any]:
     """Convert weights for a state. `asked` identifies the weights that the loader was given."""
-    changes = [[each.epoch, each.position, list(each.shares)] for each in mix.changes]
+    changes = [[change.epoch, change.position, list(change.shares)] for change in mix.changes]
     saved: dict[str, Any] = {"digest": mix.digest, "asked": asked, "changes": changes}
     return {**saved, "length": mix.length} if mix.length else saved
 
@@ -429,7 +429,7 @@ def _list(text: str) -> list[Any] | None:
 
 
 def _entries(entries: list[Any], equal: int) -> str:
-    shown = ", ".join(json.dumps(one) for one in entries[:_ENTRIES_SHOWN])
+    shown = ", ".join(json.dumps(entry) for entry in entries[:_ENTRIES_SHOWN])
     more = len(entries) - _ENTRIES_SHOWN
     return (
         (shown or "nothing") + (f" and {more} more" * (more > 0)) + f" besides {equal} equal ones"

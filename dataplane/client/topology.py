@@ -277,7 +277,7 @@ def _found(environ: Mapping[str, str], mesh: MeshGiven | None, modules: Modules)
 
 def _whole(given: Topology) -> Topology:
     """Return the same topology as plain ints, since ranks may be numpy integers."""
-    names = [each.name for each in fields(given) if each.name != "source"]
+    names = [field.name for field in fields(given) if field.name != "source"]
     numbers = {name: whole(getattr(given, name)) for name in names}
     for name, number in numbers.items():
         if number is None:

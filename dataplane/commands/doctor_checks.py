@@ -210,7 +210,7 @@ def storage(found: Probe) -> Check:
 
 def lines(checks: Sequence[Check]) -> list[tuple[str, str, str]]:
     """Return the checks as rows of a table."""
-    return [(one.name, one.found, one.advice or "well") for one in checks]
+    return [(check.name, check.found, check.advice or "well") for check in checks]
 
 
 # -- disk --------------------------------------------------------------------------------------

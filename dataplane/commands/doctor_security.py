@@ -34,7 +34,7 @@ _OF_PYTHON = sys.stdlib_module_names
 
 def checks(settings: Settings) -> list[Check]:
     """Run every check. A check with advice means that something should be changed."""
-    values = {name: one.value for name, one in settings.items()}
+    values = {name: resolved.value for name, resolved in settings.items()}
     try:
         security = security_given(settings, listens=False)
     except ConfigError as error:

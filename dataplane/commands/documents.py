@@ -58,7 +58,7 @@ def replayed_documents(
 
     Raises:  ConfigError: there is no such column.  As documents_of.
     """
-    packs = [one.view.pack for one in job.sources if one.view.pack is not None]
+    packs = [source.view.pack for source in job.sources if source.view.pack is not None]
     packed_names = [packs[0].column, *packs[0].carry]
     names = packed_names if columns is None else list(columns)
     facts: list[dict[str, object]] = []

@@ -80,8 +80,8 @@ def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
 def is_json_asked(arguments: Sequence[str], command: click.Command) -> bool:
     """Return whether a command line that could not be parsed contains --json."""
     has_it = any(
-        isinstance(one, click.Option) and one.is_flag and "--json" in one.opts
-        for one in command.params
+        isinstance(param, click.Option) and param.is_flag and "--json" in param.opts
+        for param in command.params
     )
     return has_it and "--json" in arguments
 
@@ -334,16 +334,25 @@ def show(settings: Settings, *, as_json: bool) -> None:
     if as_json:
         write_json(
             {
-                name: {"value": one.value, "source": one.source, "variable": one.setting.variable}
-                for name, one in settings.items()
+                name: {
+                    "value": resolved.value,
+                    "source": resolved.source,
+                    "variable": resolved.setting.variable,
+                }
+                for name, resolved in settings.items()
             }
         )
     else:
         write_table(
             ("setting", "value", "source", "meaning"),
             (
-                (name, one.setting.kind.show(one.value), one.source, one.setting.meaning)
-                for name, one in settings.items()
+                (
+                    name,
+                    resolved.setting.kind.show(resolved.value),
+                    resolved.source,
+                    resolved.setting.meaning,
+                )
+                for name, resolved in settings.items()
             ),
         )
     from dataplane.transforms.pixels_advice import INSTALL_LIBJPEG

@@ -35,9 +35,9 @@ def own_session(request: OpenJob, settings: Settings, cache_dir: str = "") -> Se
     from dataplane.rpc import names
 
     given = [
-        f"{one.setting.variable}={one.value}"
-        for one in settings.values()
-        if one.source != "default"  # the node computes defaults itself
+        f"{resolved.setting.variable}={resolved.value}"
+        for resolved in settings.values()
+        if resolved.source != "default"  # the node computes defaults itself
     ]
     if cache_dir:
         given.append(f"DATAPLANE_CACHE_DIR={cache_dir}")

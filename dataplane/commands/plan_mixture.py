@@ -33,7 +33,7 @@ _DIGITS_MAX = 15
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Question:
-    """The job whose epoch is explained. Lanes and window: None takes the dataset's defaults."""
+    """The job whose epoch is explained. None for `lanes` or `window` is the dataset's default."""
 
     dp_size: int
     ranks_per_host: int
@@ -162,10 +162,10 @@ def show_mixture(
         return
     output.write_table(("", "", ""), _lines(found))
     output.stdout().print()
-    for one in found.changes:
-        shares = zip(found.sources, one.shares, strict=True)
+    for change in found.changes:
+        shares = zip(found.sources, change.shares, strict=True)
         said = ", ".join(f"{source.name} {share:.2%}" for source, share in shares)
-        text = f"from step {one.step:,} on, at sample {one.position:,}: {said}"
+        text = f"from step {change.step:,} on, at sample {change.position:,}: {said}"
         output.stdout().print(text, markup=False, soft_wrap=True)
     headings = (
         *("source", "asked", "got", "samples", "passes", "exhausted", "of the epoch"),

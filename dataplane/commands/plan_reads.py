@@ -248,14 +248,14 @@ def show_host_counts(figures: Sequence[HostFigures], *, are_reads_counted: bool)
     )
     rows = [
         (
-            f"{each.host_count:,}",
-            f"{each.dp_size:,}",
-            f"{each.lanes_per_rank:,}",
-            size(each.open_window_bytes_per_host),
-            size(each.bytes_read_per_host),
-            f"{each.reads_times_share:.2f}",
+            f"{figure.host_count:,}",
+            f"{figure.dp_size:,}",
+            f"{figure.lanes_per_rank:,}",
+            size(figure.open_window_bytes_per_host),
+            size(figure.bytes_read_per_host),
+            f"{figure.reads_times_share:.2f}",
         )
-        for each in figures
+        for figure in figures
     ]
     output.write_table(headings, rows, "what each host takes, for so many hosts")
 

@@ -357,4 +357,4 @@ def _member_rows(job: JobStatus) -> list[tuple[object, ...]]:
 
 
 def _present(job: JobStatus) -> list[MemberStatus]:
-    return [one for one in job.members if one.state == "joined"]
+    return [member for member in job.members if member.state == "joined"]

@@ -189,21 +189,21 @@ def _agreeing(
     schema, agreeing = schema_of(manifests[0]), []
     kept: list[tuple[str, pa.Schema]] = []
     fitting: set[bytes] = set()
-    for one in manifests:
-        url = one.shards.urls[0]
+    for manifest in manifests:
+        url = manifest.shards.urls[0]
         try:
             if len(manifests) == 1:  # the saved manifest of a dataset
-                refuse_differing(schema, schema.names, one.shards.urls.__getitem__)
-            elif one.schema not in fitting:
-                some = [*kept, (url, schema_of(one))]
+                refuse_differing(schema, schema.names, manifest.shards.urls.__getitem__)
+            elif manifest.schema not in fitting:
+                some = [*kept, (url, schema_of(manifest))]
                 schema = _shared_schema(some)
                 kept = some
         except DataplaneError as error:
             findings.note(url, error)
             if len(manifests) > 1:
                 continue
-        fitting.add(one.schema)
-        agreeing.append(one)
+        fitting.add(manifest.schema)
+        agreeing.append(manifest)
     return agreeing, schema
 
 

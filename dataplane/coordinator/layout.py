@@ -142,7 +142,7 @@ def who_said_what(
     rows.append(
         _row(host_of(request.node_id), request.topology, request.spec.joint_digest, "  <- refused")
     )
-    rows += [_row(host_of(one.node_id), one.topology, digest) for one in members]
+    rows += [_row(host_of(member.node_id), member.topology, digest) for member in members]
     more = count - (len(rows) - 2)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [f"  {'  '.join(map(str.ljust, row, widths))}".rstrip() for row in rows]

@@ -169,7 +169,7 @@ class JobLedger:
 
         Raises:  ConfigError: there were too many changes.
         """
-        count = sum(one.kind in _CHANGES for one in self.entries)
+        count = sum(entry.kind in _CHANGES for entry in self.entries)
         if count >= CHANGES_MAX:
             raise ConfigError(
                 f"job {self._job_id!r} was changed {count} times already, which is the most that is"
@@ -185,7 +185,7 @@ class JobLedger:
         do not exist.
         """
         dataset = dataset_of(job.spec, job.identity)
-        taken = [one for one in self.entries if one.kind == TOMBSTONE]
+        taken = [entry for entry in self.entries if entry.kind == TOMBSTONE]
         if len(in_force(taken, job.spec, dataset)) < len(taken):
             raise ConfigError(
                 f"job {job.job_id!r} reads another dataset than the one of which rows were taken "
@@ -277,7 +277,9 @@ class JobLedger:
 
     def _forget_oldest(self, kinds: tuple[str, ...]) -> Write:
         may_go = (
-            at for at, one in enumerate(self.entries) if one.kind in kinds and one is not self._open
+            at
+            for at, entry in enumerate(self.entries)
+            if entry.kind in kinds and entry is not self._open
         )
         return Forget(LedgerRecord, self._job_id, str(self.entries.pop(next(may_go)).seq))
 

@@ -138,11 +138,11 @@ class ManifestTurns:
         has_made = shared.maker == node_id
         if has_made:
             shared.maker = ""
-        for each in shared.holders:
-            each.readers.pop(node_id, None)
+        for holder in shared.holders:
+            holder.readers.pop(node_id, None)
         if not request.data_address:
             return ShareManifestResponse(ManifestTurn.ALONE)
-        others = [one for one in shared.holders if one.node_id != node_id]
+        others = [holder for holder in shared.holders if holder.node_id != node_id]
         if others and shared.fingerprint != request.fingerprint:
             return self._from(shared, others[0], ManifestTurn.FETCH)
         shared.fingerprint, shared.failures = request.fingerprint, 0
@@ -157,7 +157,7 @@ class ManifestTurns:
         self, shared: _Shared, request: ShareManifestRequest, now: float
     ) -> ShareManifestResponse:
         gone = {request.refused_by, request.node_id}  # this node may have been restarted
-        left = [one for one in shared.holders if one.node_id not in gone]
+        left = [holder for holder in shared.holders if holder.node_id not in gone]
         if shared.holders and not left and request.refused_by and not shared.was_given:
             shared.in_vain += 1
         shared.holders = deque(left)

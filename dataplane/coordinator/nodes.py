@@ -47,7 +47,7 @@ class Nodes:
         self._rosters, self._makers = rosters, makers
         self._salt, self._lease_s = salt, lease_s
         self._restored = {
-            name: one.job.generation for name, one in rosters.items() if not one.is_idle
+            name: roster.job.generation for name, roster in rosters.items() if not roster.is_idle
         }
 
     def heard(self, node: NodeRecord, clock: float) -> None:

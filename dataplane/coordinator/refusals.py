@@ -117,7 +117,9 @@ def check_heartbeat(request: HeartbeatRequest) -> None:
     check_count("known", request.known, _KNOWN_MAX)
     for known in request.known:
         check_name("job_id", known.job_id)
-    if len({(one.job_id, one.member_id) for one in request.members}) < len(request.members):
+    if len({(member.job_id, member.member_id) for member in request.members}) < len(
+        request.members
+    ):
         raise ConfigError("a heartbeat names a member twice", field="members")
     for progress in request.members:
         check_name("bound", progress.bound, needed=False)

@@ -142,11 +142,11 @@ class JobNeighbours:
             if one.data_address and one.only_under in fitting
         ]
         if self._members:
-            nodes += [one for one in self._makers if one.node_id not in self._members]
+            nodes += [maker for maker in self._makers if maker.node_id not in self._members]
         # Loopback addresses can be used only if all nodes are on one host.
-        beyond = [one for one in nodes if not one.address.startswith(_LOOPBACK)]
+        beyond = [node for node in nodes if not node.address.startswith(_LOOPBACK)]
         nodes = beyond or nodes
-        self._maker_ids = frozenset(one.node_id for one in nodes if one.worker_count)
+        self._maker_ids = frozenset(node.node_id for node in nodes if node.worker_count)
         hashed = msgspec.msgpack.encode((job.generation, nodes, self._only_under))
         digest = hashlib.blake2b(hashed, digest_size=_VERSION_BYTES, key=salt).digest()
         version = int.from_bytes(digest, "little") or 1
@@ -193,7 +193,8 @@ class Roster:
         self.members: dict[str, Member] = {}
         self.incomplete_since = now
         self._incarnations = {seen.name: seen.generation for seen in incarnations}
-        # Ids in the order of coming and going; and by dp rank, the last to go and the joined ones.
+        # The ids of the joined members and of those that are gone, each in the order in which they
+        # joined or went; and for each dp rank, the id of the member that went last.
         self._joined: dict[str, None] = {}
         self._gone: dict[str, None] = {}
         self._last_gone: dict[int, str] = {}
@@ -245,7 +246,9 @@ class Roster:
         if clock < self._no_end_before:
             return []
         deadlines = [member.deadline for member in self.joined()]
-        self._no_end_before = min((each for each in deadlines if each > clock), default=math.inf)
+        self._no_end_before = min(
+            (deadline for deadline in deadlines if deadline > clock), default=math.inf
+        )
         return [member for member in self.joined() if member.deadline <= clock]
 
     @property
@@ -406,8 +409,8 @@ class Roster:
         if was_joined:
             self.seats.remove(self.members[name])
             self.neighbours.remove(self.members[name].node_id)
-        for one in (self.members, self._joined, self._gone):
-            one.pop(name, None)
+        for of_id in (self.members, self._joined, self._gone):
+            of_id.pop(name, None)
         self.members[name] = member
         self._order = max(self._order, member.order)
         if member.phase is Phase.JOINED:

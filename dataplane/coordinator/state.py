@@ -287,8 +287,8 @@ class CoordinatorState:
             work=request.work,
         )
         self._nodes.heard(node, self._clock)
-        verdicts = tuple(self._renew(node_id, one) for one in request.members)
-        renewed = [one.error is None for one in verdicts]
+        verdicts = tuple(self._renew(node_id, member) for member in request.members)
+        renewed = [verdict.error is None for verdict in verdicts]
         jobs = dict.fromkeys(one.job_id for one in itertools.compress(request.members, renewed))
         self._nodes.want_makers(node_id, jobs, self._clock)
         told, left = self._nodes.news(request, jobs, self._clock)

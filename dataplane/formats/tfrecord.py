@@ -229,8 +229,8 @@ def _parsed(
 
 
 class _Features(Struct):
-    """Facts about one feature: its kind, the number of records that have it, and whether some of
-    them have other than one value.
+    """Facts about one feature: its kind, the number of records that have it, and whether any
+    record has no value or several values in it.
     """
 
     kind: int

@@ -232,14 +232,14 @@ class Changes(Struct, frozen=True):
         """
         if not self.tombstones:
             return digest
-        rows = canonical([one.numbers for one in self.tombstones])
+        rows = canonical([tombstone.numbers for tombstone in self.tombstones])
         return hashlib.blake2b(f"{digest}:{rows}".encode(), digest_size=8).hexdigest()
 
     def job_digest(self, digest: str) -> str:
         """Return a name for a job with this digest and these changes; `digest` if none."""
         if not self.skips and not self.tombstones:
             return digest
-        skips = canonical([[one.epoch, one.begin, one.end] for one in self.skips])
+        skips = canonical([[skip.epoch, skip.begin, skip.end] for skip in self.skips])
         text = f"{digest}:{skips}:{self.rows_digest('')}"
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -364,14 +364,16 @@ def in_force(
     """Return those of these entries that are changes and apply to a launch of this job; with
     `last`, only those up to the entry with this number.
     """
-    return _holding([one for one in entries if one.kind in (SKIP, TOMBSTONE)], spec, dataset, last)
+    return _holding(
+        [entry for entry in entries if entry.kind in (SKIP, TOMBSTONE)], spec, dataset, last
+    )
 
 
 def mixes_in_force(
     entries: Iterable[LedgerEntry], spec: JobSpec, dataset: DatasetIdentity
 ) -> tuple[LedgerEntry, ...]:
     """Return those of these entries that set weights for this job."""
-    return _holding([one for one in entries if one.kind == MIX], spec, dataset)
+    return _holding([entry for entry in entries if entry.kind == MIX], spec, dataset)
 
 
 def _holding(
@@ -400,11 +402,13 @@ def changes_at(
     """Return the changes of the launch that reads this place: the present launch if the job is
     running and has not passed the place, otherwise the next one. `reached` is how far the job is.
     """
-    launches = [one for one in entries if one.kind in ("start", "end")]
+    launches = [entry for entry in entries if entry.kind in ("start", "end")]
     is_running = bool(launches) and launches[-1].kind == "start"
     last: int | None = None
     if launches and (is_running or place < reached):
-        starts = [one for one in launches if one.kind == "start" and one.position <= place]
+        starts = [
+            launch for launch in launches if launch.kind == "start" and launch.position <= place
+        ]
         last = last_change_of(starts[-1]) if starts else 0
     return changes_of(in_force(entries, spec, dataset, last))
 
@@ -459,7 +463,7 @@ def mix_of_entry(entry: LedgerEntry) -> MixAt:
 
 def last_of(entries: Sequence[LedgerEntry], kind: str) -> int:
     """Return the number of the last entry of this kind, 0 if there is none."""
-    return next((one.seq for one in reversed(entries) if one.kind == kind), 0)
+    return next((entry.seq for entry in reversed(entries) if entry.kind == kind), 0)
 
 
 def last_change_of(start: LedgerEntry) -> int:

@@ -96,7 +96,7 @@ class LedgerMark(Struct, frozen=True):
         """Return whether a ledger with these last entries contains the marked entry. True if it may
         have contained it: a ledger may have dropped its oldest entries.
         """
-        found = [one for one in marks if one.seq >= self.seq]
+        found = [mark for mark in marks if mark.seq >= self.seq]
         return bool(found) and (found[0].seq > self.seq or found[0] == self)
 
 
@@ -168,9 +168,12 @@ class Ledger(Struct, frozen=True):
 
     def check_places(self) -> None:
         """Raises:  ValueError: a position or a count is out of range."""
-        places = [LedgerPosition(self.epoch, self.cursor), *(one.position for one in self.entries)]
+        places = [
+            LedgerPosition(self.epoch, self.cursor),
+            *(entry.position for entry in self.entries),
+        ]
         numbers = (self.sample_count, *(n for at in places for n in (at.epoch, at.cursor)))
-        if wrong := [one for one in numbers if not 0 <= one < PLACE_MAX]:
+        if wrong := [number for number in numbers if not 0 <= number < PLACE_MAX]:
             raise ValueError(f"epochs, positions and counts must be 0 to 2**62 - 1, not {wrong[0]}")
         if not 1 <= self.dp_size <= _RANKS_MAX:
             raise ValueError(f"dp_size must be 1 to {_RANKS_MAX:,}, not {self.dp_size}")

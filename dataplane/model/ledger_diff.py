@@ -112,7 +112,7 @@ def _of_weights(first: Ledger, second: Ledger) -> Iterator[_Found]:
     ]
     at = _parting(*histories)
     if at is not None:
-        shown = [_shares_at(one, names[0], at) for one in histories]
+        shown = [_shares_at(history, names[0], at) for history in histories]
         yield "weights", at, (shown[0], shown[1])
 
 
@@ -158,12 +158,12 @@ def _of_skips(first: Sequence[_Launch], second: Sequence[_Launch]) -> Iterator[_
     if not differing:
         return
     epoch = differing[0][0]
-    mine = [[one[1:] for one in each if one[0] == epoch] for each in skips]
-    pair = next((one, other) for one, other in itertools.zip_longest(*mine) if one != other)
+    mine = [[skip[1:] for skip in of_history if skip[0] == epoch] for of_history in skips]
+    pair = next(pair for pair in itertools.zip_longest(*mine) if pair[0] != pair[1])
     begins = [range_[0] for range_ in pair if range_ is not None]
     ends = [range_[1] for range_ in pair if range_ is not None]
     cursor = min(ends) if len(set(begins)) == 1 and len(begins) > 1 else min(begins)
-    shown = ["no" if one is None else f"positions {one[0]}:{one[1]}" for one in pair]
+    shown = ["no" if range_ is None else f"positions {range_[0]}:{range_[1]}" for range_ in pair]
     yield "skip", LedgerPosition(epoch, cursor), (shown[0], shown[1])
 
 
@@ -237,7 +237,7 @@ def _launches(ledger: Ledger) -> list[_Launch]:
 
 
 def _launch_at(launches: Sequence[_Launch], at: LedgerPosition) -> _Launch:
-    return next(one for one in reversed(launches) if one.at <= at)
+    return next(launch for launch in reversed(launches) if launch.at <= at)
 
 
 def _read_from(both: Sequence[Sequence[_Launch]], at: LedgerPosition) -> LedgerPosition:

@@ -77,7 +77,7 @@ class MixHistory(Struct, frozen=True):
 
     def last_change(self, epoch: int) -> int:
         """Return the last position of an epoch at which shares change; 0 if they stay the same."""
-        return max((one.position for one in self.changes if one.epoch == epoch), default=0)
+        return max((change.position for change in self.changes if change.epoch == epoch), default=0)
 
 
 def _digest(length: int, changes: tuple[ShareChange, ...]) -> str:

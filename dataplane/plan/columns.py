@@ -259,9 +259,10 @@ def scaled(decoded: Int64, rows: Int64, stored: Int64) -> Int64:
 
 
 def block_column(values: NDArray[Any], dtype: np.dtype[Any], name: str) -> NDArray[Any]:
-    """One column of a manifest's blocks, read-only.
+    """Convert `values` to a read-only column of a manifest's blocks, with type `dtype`.
 
-    Raises:  ConfigError: it is not one array of numbers that can be in it; names the column.
+    Raises:  ConfigError: `values` is not a flat array of whole numbers, or `dtype` cannot hold
+               them; names the column.
     """
     values = np.asarray(values)
     if values.ndim != 1 or values.dtype.kind not in "iu":

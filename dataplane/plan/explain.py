@@ -305,7 +305,7 @@ def explain_mixture(
     own = Slice(EpochSteps.of(spec, count, epoch, dp_size=cluster.dp_size, mix=mix))
     steps = own.step_count
     covered = steps * batch
-    mixed = mixed_of(spec, [each.sample_count for each in manifests])
+    mixed = mixed_of(spec, [manifest.sample_count for manifest in manifests])
     asked = _asked(spec, order.plan)
     sources, read = _sources(spec, manifests, cluster, order, mixed.limits.tolist(), asked)
     return MixtureExplanation(
@@ -317,7 +317,7 @@ def explain_mixture(
         lanes_per_rank=cluster.lanes_per_rank(spec.lanes),
         host_count=cluster.host_count,
         round_samples=mixed.round_steps * mixed.lanes * mixed.batch,
-        open_window_bytes_per_host=sum(one.open_window_bytes_per_host for one in sources),
+        open_window_bytes_per_host=sum(source.open_window_bytes_per_host for source in sources),
         sources=sources,
         changes=tuple(
             PlannedChange(at, at // batch, tuple(share / sum(shares) for share in shares))
@@ -396,8 +396,10 @@ def _last_position(order: MixedOrder, source: int) -> int:
     """Return the position of a source's last sample, searching the last round that has any."""
     plan = order.plan
     in_round = [
-        (each.round_steps * each.shares[source] // sum(each.shares) + 8) * each.lanes * each.batch
-        for each in plan.segments
+        (segment.round_steps * segment.shares[source] // sum(segment.shares) + 8)
+        * segment.lanes
+        * segment.batch
+        for segment in plan.segments
     ]
     count, base = int(plan.counts[source]), int(plan.base[source])
     samples = np.arange(count - min(max(in_round, default=1), count), count) + base
@@ -406,21 +408,21 @@ def _last_position(order: MixedOrder, source: int) -> int:
 
 def _mixture_warnings(sources: Sequence[SourcePlan]) -> list[str]:
     said = []
-    for one in sources:
-        if one.passes > PASSES_MAX:
+    for source in sources:
+        if source.passes > PASSES_MAX:
             said.append(
-                f"source {one.name!r} is read {one.passes:.1f} times in this epoch: its"
-                f" {one.available:,} samples are {one.share:.1%} of it. Models learn little from"
-                f" more than {PASSES_MAX} passes: lower its weight, limit it with max_passes, or"
-                " choose a shorter length"
+                f"source {source.name!r} is read {source.passes:.1f} times in this epoch: its"
+                f" {source.available:,} samples are {source.share:.1%} of it. Models learn little"
+                f" from more than {PASSES_MAX} passes: lower its weight, limit it with max_passes,"
+                " or choose a shorter length"
             )
-        if abs(one.share - one.asked_share) > _OFF_MAX:
+        if abs(source.share - source.asked_share) > _OFF_MAX:
             said.append(
-                f"source {one.name!r} has {one.share:.1%} of the samples instead of"
-                f" {one.asked_share:.1%}: "
+                f"source {source.name!r} has {source.share:.1%} of the samples instead of"
+                f" {source.asked_share:.1%}: "
                 + (
-                    f"it is exhausted at step {one.exhausted_step}, and the epoch goes on"
-                    if one.exhausted_step is not None and one.share < one.asked_share
+                    f"it is exhausted at step {source.exhausted_step}, and the epoch goes on"
+                    if source.exhausted_step is not None and source.share < source.asked_share
                     else "other sources are exhausted before the epoch ends"
                 )
             )

@@ -75,9 +75,11 @@ def lay_records(
 
     Shapes:  starts, lengths: int64[n] each.   result: uint8[sum of all lengths].
     """
-    made = np.empty(int(sum(each.sum() for each in lengths)), np.uint8)
-    kept = [[np.ascontiguousarray(one) for one in each] for each in (contents, starts, lengths)]
-    tables = [(_POINTER * len(each))(*(one.ctypes.data for one in each)) for each in kept]
+    made = np.empty(int(sum(of_piece.sum() for of_piece in lengths)), np.uint8)
+    kept = [
+        [np.ascontiguousarray(array) for array in arrays] for arrays in (contents, starts, lengths)
+    ]
+    tables = [(_POINTER * len(arrays))(*(array.ctypes.data for array in arrays)) for arrays in kept]
     loops().lay_records(made.ctypes.data, len(starts[0]), len(contents), *tables)
     return made
 

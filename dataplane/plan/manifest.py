@@ -136,7 +136,9 @@ def counts_to_bytes(counts: ViewCounts) -> bytes:
     """Return one zstd-compressed Arrow stream with a column for each view; empty without views."""
     if not counts:
         return b""
-    narrow = {name: each.astype(np.min_scalar_type(each.max())) for name, each in counts.items()}
+    narrow = {
+        name: column.astype(np.min_scalar_type(column.max())) for name, column in counts.items()
+    }
     batch, sink = pa.record_batch(narrow), pa.BufferOutputStream()
     options = pa.ipc.IpcWriteOptions(compression="zstd", use_threads=False)
     with pa.ipc.new_stream(sink, batch.schema, options=options) as writer:
@@ -449,7 +451,7 @@ def _decoded(batch: Any, metadata: dict[bytes, bytes], body: memoryview) -> Mani
         raise ValueError("a value is missing")
     starts = texts.starts_of_lists(batch.column(_BLOCK_LISTS[0]))
     others = (texts.starts_of_lists(batch.column(name)) for name in _BLOCK_LISTS[1:])
-    if any(not np.array_equal(each, starts) for each in others):
+    if any(not np.array_equal(list_starts, starts) for list_starts in others):
         raise ValueError("a shard's block columns have different lengths")
     rows, gap, length, decoded = (
         texts.values_of_lists(batch.column(name)) for name in _BLOCK_LISTS

@@ -74,10 +74,10 @@ class MixedOrder:
         self._counts = np.array([int(one.block_rows.sum(dtype=np.int64)) for one in sources])
         self._offsets = (np.cumsum(self._counts) - self._counts) % lanes
         self._blocks = np.cumsum([0, *(len(one.block_rows) for one in sources)])
-        self._starts = np.array([one.start for one in plan.segments], np.int64)
+        self._starts = np.array([segment.start for segment in plan.segments], np.int64)
         tail_base = [] if plan.tail is None else [plan.tail.base]
         # How many samples of each source were read before each segment, and before the tail.
-        self._bases = np.array([*(one.base for one in plan.segments), *tail_base])
+        self._bases = np.array([*(segment.base for segment in plan.segments), *tail_base])
         self._round_keys = (key(seed, Domain.ROUND), key(seed, Domain.ROUND_LANES))
         self._trees: OrderedDict[tuple[int, ...], CountingTree] = OrderedDict()
         self._passes: OrderedDict[tuple[int, int], Order] = OrderedDict()
@@ -164,7 +164,7 @@ class MixedOrder:
         source = self._source_of(block)
         own, wanted = np.array([block - int(self._blocks[source])]), np.array([row])
         numbers = self._passes_of(source)
-        places = [self._pass(source, one).position_of(own, wanted) for one in numbers]
+        places = [self._pass(source, number).position_of(own, wanted) for number in numbers]
         samples = np.concatenate(places) + np.array(numbers) * self._counts[source]
         within = samples - self.plan.base[source]
         samples = samples[(within >= 0) & (within < self.plan.counts[source])]

@@ -308,7 +308,7 @@ class _Planner:
         while self._changes and not self._changes[0].position:
             self._have(self._changes.popleft().shares)
         self._to_end(self._mixed.lanes)
-        late = sum(one.position + self._step > self._position for one in self._changes)
+        late = sum(change.position + self._step > self._position for change in self._changes)
         return count - self._left_out - late
 
     def _to_end(self, lanes: int) -> Tail | None:

@@ -227,7 +227,7 @@ class Order:
     def keys_of_packs(self, block: int) -> list[int]:
         """Return the only key of a block's packs."""
         at = np.array([block])
-        return [int(one) for one in self.pack_keys(at, at)]
+        return [int(pack_key) for pack_key in self.pack_keys(at, at)]
 
     def positions_of(self, block: int, row: int) -> Int64:
         """The position of one sample, as an array."""

@@ -75,7 +75,7 @@ def with_mix(spec: JobSpec, mix: MixHistory | None) -> JobSpec:
 
 def _plan_of(spec: JobSpec, manifests: Sequence[Manifest], epoch: int) -> EpochPlan:
     assert spec.mixture is not None
-    mixed = mixed_of(spec, [each.sample_count for each in manifests])
+    mixed = mixed_of(spec, [manifest.sample_count for manifest in manifests])
     return _planned(mixed, epoch, spec.mixture.changes)
 
 

@@ -156,11 +156,11 @@ def records(numbers: Sequence[NDArray[Any]], pieces: Sequence[Piece]) -> Iterato
             contents.append(head.view(np.uint8).reshape(-1))
             starts.append(np.arange(len(head)) * head.itemsize * len(numbers))
             lengths.append(np.full(len(head), head.itemsize * len(numbers)))
-        for each in pieces:
-            size = each.content.itemsize
-            contents.append(each.content.view(np.uint8))
-            starts.append(each.starts[some] * size)
-            lengths.append((each.stops[some] - each.starts[some]) * size)
+        for piece in pieces:
+            size = piece.content.itemsize
+            contents.append(piece.content.view(np.uint8))
+            starts.append(piece.starts[some] * size)
+            lengths.append((piece.stops[some] - piece.starts[some]) * size)
         yield lay_records(contents, starts, lengths)
 
 

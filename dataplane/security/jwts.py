@@ -140,7 +140,9 @@ def _verified(token: str, secrets: tuple[str, ...], public: _Key | None) -> Mapp
         raise WrongTokenError("the token is damaged") from None
     keys: list[Any] = []
     if algorithm == "HS256":
-        keys = [one for one in secrets if len(one) >= _SECRET_BYTES_MIN and not is_jwt(one)]
+        keys = [
+            secret for secret in secrets if len(secret) >= _SECRET_BYTES_MIN and not is_jwt(secret)
+        ]
     elif public is not None and algorithm == public[0]:
         keys = [public[1]]
     why = f"the coordinator has no key for tokens with the algorithm {algorithm[:16]!r}"

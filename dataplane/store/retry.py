@@ -266,8 +266,8 @@ class Gate:
         return self._probe_at - self._clock.now()
 
     def _waited(self, seconds: float, deadline: float) -> bool:
-        """Wait; return False if that would exceed the deadline. An infinite wait ends at the
-        deadline.
+        """Wait for `seconds` or until the state changes. Return False without waiting if the wait
+        would exceed the deadline. An infinite wait ends at the deadline.
         """
         left = deadline - self._clock.now()
         if left <= 0 or (left < seconds < float("inf")):

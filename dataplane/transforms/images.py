@@ -63,7 +63,9 @@ def image_specs(
             f"transforms; leave it out, or pass transforms",
             field="decode",
         )
-    if not isinstance(transforms, Mapping) or not all(isinstance(one, str) for one in transforms):
+    if not isinstance(transforms, Mapping) or not all(
+        isinstance(transform, str) for transform in transforms
+    ):
         raise ConfigError(
             f"transforms={transforms!r:.80}: pass a dict of lists, by column: "
             '{"jpg": [RandomResizedCrop(224)]}',

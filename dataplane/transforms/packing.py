@@ -77,8 +77,10 @@ def batch_columns(columns: tuple[ColumnSpec, ...], pack: PackSpec) -> tuple[Colu
     if pack.policy is not PackPolicy.PAD or pack.outputs == (PACKING,):
         return columns
     return tuple(
-        ColumnSpec(each.name, Kind.ARRAY, each.dtype, (0,) if each.name == LENGTHS else (0, 0))
-        for each in columns
+        ColumnSpec(
+            column.name, Kind.ARRAY, column.dtype, (0,) if column.name == LENGTHS else (0, 0)
+        )
+        for column in columns
     )
 
 

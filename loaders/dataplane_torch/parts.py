@@ -73,7 +73,7 @@ class RankParts(Struct, frozen=True):
         """Whether this rank gets a column."""
         if self.columns is None or name in self.columns:
             return True
-        return any(name == f"{one}{side}" for one in self.columns for side in _SIDES)
+        return any(name == f"{column}{side}" for column in self.columns for side in _SIDES)
 
     def _check_sequence(self, spec: ColumnSpec) -> None:
         if spec.kind is Kind.FIXED and spec.shape:

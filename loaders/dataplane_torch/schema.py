@@ -87,7 +87,7 @@ class Schema(Struct, frozen=True):
         return len(self.columns)
 
     def __str__(self) -> str:
-        rows = [(one.name, one.stored_type, one.described) for one in self.columns]
+        rows = [(column.name, column.stored_type, column.described) for column in self.columns]
         return _table([("column", "stored as", "comes as"), *rows])
 
 
