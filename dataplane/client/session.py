@@ -142,7 +142,7 @@ class Session:
             return
         self._mix_entries |= some
         mixes = map(mix_of_entry, self._mix_entries.values())
-        self.mixes_asked = tuple(sorted(mixes, key=lambda one: (one.position, one.seq)))
+        self.mixes_asked = tuple(sorted(mixes, key=lambda entry: (entry.position, entry.seq)))
 
     def state(self, epoch: int, cursor: int, sample_count: int) -> RunState:
         """Return the state of the job at this place of an epoch of this many samples. At the last
@@ -181,8 +181,8 @@ class Session:
             cursor,
             job.dataset,
             tuple(
-                SourceUrls(each.name, tuple(map(unsigned, each.source.urls)), each.source.format)
-                for each in sources
+                SourceUrls(named.name, tuple(map(unsigned, named.source.urls)), named.source.format)
+                for named in sources
             ),
             tuple(
                 {
@@ -204,8 +204,8 @@ class Session:
     def statistics(self) -> Statistics:
         """Return the sum over all streams so far, in this process."""
         with self._counting:
-            found = sum_of([self._past, *(tally.statistics() for tally in self._tallies)])
-        return structs.replace(found, first_batch=self._first_batch)
+            total = sum_of([self._past, *(tally.statistics() for tally in self._tallies)])
+        return structs.replace(total, first_batch=self._first_batch)
 
     def slab_arrived(self, asked: float, times: StageTimes) -> bool:
         """Note that a slab that was requested at `asked`, in time.monotonic(), has arrived. Records
@@ -285,8 +285,8 @@ class Session:
                 _leave_at_the_end_of(os.getpid())
             self._mount = mount
         if is_first and self._warns:
-            for each in mount.job.advice:
-                warnings.warn(each, stacklevel=2)
+            for sentence in mount.job.advice:
+                warnings.warn(sentence, stacklevel=2)
         return mount
 
     def lost(self, mount: Mount) -> None:
@@ -365,25 +365,25 @@ class Session:
         self.learn(mount.job.entries)
         return mount
 
-    def _check_same(self, known: JobOpened, found: JobOpened) -> None:
+    def _check_same(self, known: JobOpened, opened: JobOpened) -> None:
         """Check that a new node opened the same job as the node before it."""
-        check_unchanged(self.request.job_id, known.entries, found.entries)
-        if known.digest != found.digest:
+        check_unchanged(self.request.job_id, known.entries, opened.entries)
+        if known.digest != opened.digest:
             raise DatasetChangedError(
                 "the dataset changed while the node was away, so this is now a different job. "
                 "Restore the old shards, or start a new run",
                 shard=", ".join(self.request.source.urls),
                 expected=known.digest,
-                found=found.digest,
+                found=opened.digest,
             )
-        if known.pixels != found.pixels:
+        if known.pixels != opened.pixels:
             raise SpecMismatch(
-                f"after a restart, the node makes images with {found.pixels}; before, it used "
+                f"after a restart, the node makes images with {opened.pixels}; before, it used "
                 f"{known.pixels}. Install the earlier versions again, or stop this run and resume "
                 "it from its checkpoint",
                 field="pixels",
                 expected=known.pixels,
-                found=found.pixels,
+                found=opened.pixels,
             )
 
     def _mounted(self, wire: Wire, welcome: Welcome, request: OpenJob, patience: Patience) -> Mount:

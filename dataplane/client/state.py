@@ -66,11 +66,11 @@ class RowsDigest(Struct, frozen=True):
         """Return the digest when everything up to this cursor of the epoch, except `gaps`, is
         consumed.
         """
-        found = self
+        digest = self
         for begin, end in gaps.pieces(gaps.live(self.end), gaps.live(cursor)):
-            found = found.continued(self.order, self.epoch, begin)
-            found = structs.replace(found, end=end)
-        return found
+            digest = digest.continued(self.order, self.epoch, begin)
+            digest = structs.replace(digest, end=end)
+        return digest
 
     def to_dict(self, epoch: int, cursor: int) -> dict[str, Any]:
         """Return the form for a state at this place. At the start of an epoch, the range of the
@@ -91,9 +91,11 @@ class RowsDigest(Struct, frozen=True):
             begin = whole(saved.get("begin"))
             match texts:
                 case [str(order), str(base), str(value)] if begin is not None:
-                    found = cls(order, epoch, begin, cursor, base)
+                    digest = cls(order, epoch, begin, cursor, base)
                     # If the position of the state was changed by hand, a new range begins there.
-                    return found if found.value == value else cls("", epoch, cursor, cursor, value)
+                    return (
+                        digest if digest.value == value else cls("", epoch, cursor, cursor, value)
+                    )
         raise ConfigError(f"this state is damaged: its digest is {saved!r:.160}", key="digest")
 
 
@@ -135,10 +137,10 @@ def mix_from_dict(saved: object) -> tuple[MixHistory | None, str]:
 
 
 def _mix_number(given: object) -> int:
-    found = whole(given)
-    if found is None or not 0 <= found < PLACE_MAX:
+    number = whole(given)
+    if number is None or not 0 <= number < PLACE_MAX:
         raise ValueError(given)
-    return found
+    return number
 
 
 STATE_VERSION = 2
@@ -292,10 +294,10 @@ class RunState(Struct, frozen=True):
         problems = [*self._dataset_problems(job, dataset_moved), *self._option_problems(job.spec)]
         if any(problem.field in _ROWS for problem in problems):
             # A problem of the rows changes the number of samples: it is not the dataset's.
-            problems = [each for each in problems if each.field != "dataset"]
+            problems = [problem for problem in problems if problem.field != "dataset"]
         if any(problem.field in _ABOUT_ROWS for problem in problems):
             # The defaults of these options depend on the dataset.
-            problems = [each for each in problems if each.field not in _FROM_THE_DATASET]
+            problems = [problem for problem in problems if problem.field not in _FROM_THE_DATASET]
         if problems:
             sentences = "; ".join(problem.sentence for problem in problems)
             advice = ", and ".join(dict.fromkeys(problem.advice for problem in problems))
@@ -349,10 +351,10 @@ class RunState(Struct, frozen=True):
         for name in [*options, *sorted(self.options.keys() - options.keys())]:
             value, default = options.get(name, ("unknown to this version of dataplane", None))
             saved = self.options.get(name, default)
-            found = facts.get(name, value)
-            if saved != found:
+            current = facts.get(name, value)
+            if saved != current:
                 before = self.values.get(name, saved) if _is_hash(saved) else saved
-                now = text_of(value) if _is_hash(found) else found
+                now = text_of(value) if _is_hash(current) else current
                 if name in _SHARES:
                     texts = _share(before), _share(now)
                 else:
@@ -402,15 +404,15 @@ def _apart(before: str, now: str) -> tuple[str, str]:
         return before, now
     lists = _list(before), _list(now)
     if lists[0] is not None and lists[1] is not None:
-        only = [one for one in lists[0] if one not in lists[1]]
-        others = [one for one in lists[1] if one not in lists[0]]
+        only = [entry for entry in lists[0] if entry not in lists[1]]
+        others = [entry for entry in lists[1] if entry not in lists[0]]
         if only or others:
             equal = len(lists[0]) - len(only)
             return _entries(only, equal), _entries(others, equal)
     if before.endswith("…") and now.startswith(before[:-1]):
         return f"another value with the same first {len(before) - 1} characters", f"{now[:40]}…"
     pairs = enumerate(zip(before, now, strict=False))
-    at = next((i for i, (one, other) in pairs if one != other), min(len(before), len(now)))
+    at = next((i for i, (old, new) in pairs if old != new), min(len(before), len(now)))
     start = max(0, at - _SHOWN_LENGTH_MAX // 2)
     end = start + _SHOWN_LENGTH_MAX
     cut = [
@@ -422,10 +424,10 @@ def _apart(before: str, now: str) -> tuple[str, str]:
 
 def _list(text: str) -> list[Any] | None:
     try:
-        found = json.loads(text)
+        decoded = json.loads(text)
     except ValueError:
         return None
-    return found if isinstance(found, list) else None
+    return decoded if isinstance(decoded, list) else None
 
 
 def _entries(entries: list[Any], equal: int) -> str:
@@ -437,12 +439,12 @@ def _entries(entries: list[Any], equal: int) -> str:
 
 
 def _options(saved: Mapping[object, object]) -> dict[str, Fact]:
-    found = saved.get("options")
-    damaged = ConfigError(f"this state is damaged: its options are {found!r:.80}", key="options")
-    if not isinstance(found, Mapping):
+    stored = saved.get("options")
+    damaged = ConfigError(f"this state is damaged: its options are {stored!r:.80}", key="options")
+    if not isinstance(stored, Mapping):
         raise damaged
     options: dict[str, Fact] = {}
-    for name, value in found.items():
+    for name, value in stored.items():
         number = whole(value)
         fact = value if number is None else number
         if not isinstance(name, str) or not isinstance(fact, bool | int | str):
@@ -452,32 +454,34 @@ def _options(saved: Mapping[object, object]) -> dict[str, Fact]:
 
 
 def _values(saved: Mapping[object, object]) -> dict[str, str]:
-    found = saved.get("values", {})
-    if isinstance(found, Mapping):
-        texts = {name: text for name, text in found.items() if isinstance(name, str)}
-        if len(texts) == len(found) and all(isinstance(text, str) for text in texts.values()):
+    stored = saved.get("values", {})
+    if isinstance(stored, Mapping):
+        texts = {name: text for name, text in stored.items() if isinstance(name, str)}
+        if len(texts) == len(stored) and all(isinstance(text, str) for text in texts.values()):
             return texts
-    raise ConfigError(f"this state is damaged: its values are {found!r:.80}", key="values")
+    raise ConfigError(f"this state is damaged: its values are {stored!r:.80}", key="values")
 
 
 def _dataset(saved: Mapping[object, object]) -> DatasetIdentity:
-    found = saved.get("dataset")
-    hashes = [found.get(key) for key in ("content", "layout")] if isinstance(found, Mapping) else []
+    stored = saved.get("dataset")
+    hashes = (
+        [stored.get(key) for key in ("content", "layout")] if isinstance(stored, Mapping) else []
+    )
     match hashes:
         case [str(content), str(layout)]:
             return DatasetIdentity(content, layout)
-    raise ConfigError(f"this state is damaged: its dataset is {found!r:.80}", key="dataset")
+    raise ConfigError(f"this state is damaged: its dataset is {stored!r:.80}", key="dataset")
 
 
 def _mark(saved: Mapping[object, object]) -> LedgerMark | None:
-    found = saved.get("ledger")
-    if found is None:
+    stored = saved.get("ledger")
+    if stored is None:
         return None
-    if isinstance(found, Mapping):
-        seq, head = whole(found.get("entry")), found.get("head")
+    if isinstance(stored, Mapping):
+        seq, head = whole(stored.get("entry")), stored.get("head")
         if seq is not None and 0 <= seq < PLACE_MAX and isinstance(head, str):
             return LedgerMark(seq, head)
-    raise ConfigError(f"this state is damaged: its ledger is {found!r:.80}", key="ledger")
+    raise ConfigError(f"this state is damaged: its ledger is {stored!r:.80}", key="ledger")
 
 
 def _number(saved: Mapping[object, object], key: str) -> int:

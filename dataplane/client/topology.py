@@ -126,12 +126,12 @@ def _refuse_pod_rank(environ: Mapping[str, str]) -> None:
     names = ("RANK", "WORLD_SIZE", "PET_NNODES", "PET_NPROC_PER_NODE")
     if "LOCAL_RANK" in environ or not all(environ.get(name, "").isdecimal() for name in names):
         return
-    rank, size, pods, each = (int(environ[name]) for name in names)
-    if each > 1 and size == pods * each and environ.get("PET_NODE_RANK") == str(rank):
+    rank, size, pods, pod_size = (int(environ[name]) for name in names)
+    if pod_size > 1 and size == pods * pod_size and environ.get("PET_NODE_RANK") == str(rank):
         raise ConfigError(
             f"RANK={rank} is the number of this pod, and WORLD_SIZE={size} counts the processes of "
-            f"{pods} pods with PET_NPROC_PER_NODE={each} each: start them with torchrun, or pass "
-            "dp_rank= and dp_size=",
+            f"{pods} pods with PET_NPROC_PER_NODE={pod_size} each: start them with torchrun, or "
+            "pass dp_rank= and dp_size=",
             variable="RANK",
         )
 
@@ -227,18 +227,18 @@ def find_topology(
     Raises:  ConfigError: values that are not a topology; names the variable, framework or argument.
     """
     if explicit is not None:
-        found = replace(_whole(explicit), source=explicit.source or "topology=")
+        topology = replace(_whole(explicit), source=explicit.source or "topology=")
     else:
-        found = _found(environ, mesh, modules or {})
+        topology = _found(environ, mesh, modules or {})
     if (dp_rank is None) != (dp_size is None):
         raise ConfigError("dp_rank and dp_size belong together: pass both, or neither")
     if dp_rank is not None and dp_size is not None:
-        given = replace(found, dp_rank=dp_rank, dp_size=dp_size)
-        found = replace(_whole(given), source=f"dp_rank= and dp_size=; {found.source}")
-    elif found.source.startswith(ALONE) and (pods := several_pods(environ)):
+        given = replace(topology, dp_rank=dp_rank, dp_size=dp_size)
+        topology = replace(_whole(given), source=f"dp_rank= and dp_size=; {topology.source}")
+    elif topology.source.startswith(ALONE) and (pods := several_pods(environ)):
         _warn_of(pods)
-    _check(found)
-    return found
+    _check(topology)
+    return topology
 
 
 @functools.cache
@@ -254,25 +254,25 @@ def _warn_of(pods: str) -> None:
 
 
 def _found(environ: Mapping[str, str], mesh: MeshGiven | None, modules: Modules) -> Topology:
-    found: Topology | None
+    topology: Topology | None
     if mesh is not None:
         rank, size = ranks_of(modules) or (0, 1)
-        found = mesh_topology(
+        topology = mesh_topology(
             mesh.mesh, mesh.batch_axes, rank=rank, world_size=size, whole=mesh.whole
         )
     else:
-        found = from_frameworks(modules)
-    if found is None:
+        topology = from_frameworks(modules)
+    if topology is None:
         return from_environment(environ)
-    if found.local_world_size > 1:
-        return found
+    if topology.local_world_size > 1:
+        return topology
     launched = Topology()
     with contextlib.suppress(ConfigError):  # the framework's answer counts more
         launched = from_environment(environ)
-    if launched.world_size != found.world_size:
-        return replace(found, local_world_size=found.local_rank + 1)
+    if launched.world_size != topology.world_size:
+        return replace(topology, local_world_size=topology.local_rank + 1)
     local = launched.local_rank, launched.local_world_size
-    return replace(found, local_rank=local[0], local_world_size=local[1])
+    return replace(topology, local_rank=local[0], local_world_size=local[1])
 
 
 def _whole(given: Topology) -> Topology:
@@ -286,23 +286,23 @@ def _whole(given: Topology) -> Topology:
     return replace(given, **plain)
 
 
-def _check(found: Topology) -> None:
+def _check(topology: Topology) -> None:
     places = (
-        ("dp_rank", found.dp_rank, "dp_size", found.dp_size),
-        ("rank", found.rank, "world_size", found.world_size),
-        ("local_rank", found.local_rank, "local_world_size", found.local_world_size),
-        ("pp_rank", found.pp_rank, "pp_size", found.pp_size),
-        ("cp_rank", found.cp_rank, "cp_size", found.cp_size),
+        ("dp_rank", topology.dp_rank, "dp_size", topology.dp_size),
+        ("rank", topology.rank, "world_size", topology.world_size),
+        ("local_rank", topology.local_rank, "local_world_size", topology.local_world_size),
+        ("pp_rank", topology.pp_rank, "pp_size", topology.pp_size),
+        ("cp_rank", topology.cp_rank, "cp_size", topology.cp_size),
     )
     for name, rank, size_name, size in places:
         if not 1 <= size < LIMIT:
             raise ConfigError(
-                f"{size_name} is {size}: there must be 1 or more (from {found.source})",
+                f"{size_name} is {size}: there must be 1 or more (from {topology.source})",
                 field=size_name,
             )
         if not 0 <= rank < size:
             raise ConfigError(
                 f"{name} {rank} is not in 0..{size - 1}: it counts from 0 to {size_name} - 1 "
-                f"(from {found.source})",
+                f"(from {topology.source})",
                 field=name,
             )

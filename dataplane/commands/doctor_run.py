@@ -93,8 +93,8 @@ class _Loop:
         total = self._session.statistics()
         warm = self._warm or Statistics()
         is_short = total.samples == warm.samples or not self._warm
-        found = total if is_short else total.since(warm)
-        return Trial(found, first_batch_s, self._steps, epoch, is_short)
+        statistics = total if is_short else total.since(warm)
+        return Trial(statistics, first_batch_s, self._steps, epoch, is_short)
 
     def _consume(self, count: int) -> None:
         """Take this many batches of a slab, with one step each."""
@@ -106,8 +106,8 @@ class _Loop:
                 break
         done = self._share_done()
         if self._warm is None and done >= WARM_SHARE:
-            found = self._session.statistics()
-            self._warm = found if found.slabs >= _SLABS_SEEN_MIN else None
+            statistics = self._session.statistics()
+            self._warm = statistics if statistics.slabs >= _SLABS_SEEN_MIN else None
         now = time.monotonic()
         if now - self._told >= _TOLD_EVERY_S:
             self._told = now
@@ -176,14 +176,14 @@ class TrialSetup:
     is_compressed: bool
 
 
-def verdict(bound: Bound, found: Statistics) -> str:
+def verdict(bound: Bound, statistics: Statistics) -> str:
     """Explain the bound in a few sentences."""
     what = f"This run is bound by {_MEANINGS[bound.stage]}."
     if bound.stage is Stage.CONSUMER:
         what += f" It waits for {bound.waited_share:.0%} of its time."
     else:
         what += f" The trainer waits for {bound.waited_share:.0%} of its time."
-        step_ms = (found.elapsed_s - found.consumed_s) / found.batches * 1e3
+        step_ms = (statistics.elapsed_s - statistics.consumed_s) / statistics.batches * 1e3
         digits = 1 if step_ms >= 1 else 3
         what += f" If steps took {step_ms:,.{digits}f} ms longer, it would not wait at all."
     without = bound.samples_per_s_without
@@ -204,9 +204,9 @@ def _times(factor: float) -> str:
     return f"{factor:.1f} times the speed"
 
 
-def advice(bound: Bound, found: Statistics, at: TrialSetup) -> list[str]:
+def advice(bound: Bound, statistics: Statistics, at: TrialSetup) -> list[str]:
     """List the settings to change, the most promising first."""
-    told = {
+    suggestions = {
         Stage.STORAGE: _storage,
         Stage.DECODE: _decode,
         Stage.ASSEMBLE: _assemble,
@@ -214,23 +214,23 @@ def advice(bound: Bound, found: Statistics, at: TrialSetup) -> list[str]:
         Stage.ROOM: _room,
         Stage.NODE: _node,
         Stage.CONSUMER: _consumer,
-    }[bound.stage](found, at)
+    }[bound.stage](statistics, at)
     if bound.stage is not Stage.CONSUMER and at.dataset_bytes < at.config.slab_bytes:
         size = output.approximate_bytes(at.dataset_bytes)
-        told.append(
+        suggestions.append(
             f"run over more data to learn more: an epoch is {size}, less than one slab, so most "
             f"of the time is spent on starting the next"
         )
-    if found.copied_slabs > found.slabs / 10:
-        told.append(
-            f"{found.copied_slabs} of {found.slabs} slabs were copied, since the trainer held too "
-            f"many batches: release them sooner, or raise delivery_bytes_per_rank"
+    if statistics.copied_slabs > statistics.slabs / 10:
+        suggestions.append(
+            f"{statistics.copied_slabs} of {statistics.slabs} slabs were copied, since the "
+            f"trainer held too many batches: release them sooner, or raise delivery_bytes_per_rank"
         )
-    return told
+    return suggestions
 
 
-def _more_workers(found: Statistics, at: TrialSetup) -> list[str]:
-    count = found.worker_count
+def _more_workers(statistics: Statistics, at: TrialSetup) -> list[str]:
+    count = statistics.worker_count
     if at.block_count <= count and at.dataset_bytes <= count * at.config.slab_bytes:
         return []  # the present workers already lack work
     if count < at.cpu_count:
@@ -249,12 +249,12 @@ def _windows(at: TrialSetup) -> list[str]:
     return [more + "blocks are loaded more than once; or use fewer lanes, or a smaller window"]
 
 
-def _storage(found: Statistics, at: TrialSetup) -> list[str]:
-    told = _windows(at)
-    if found.disk_wait_s > found.reading_s:
+def _storage(statistics: Statistics, at: TrialSetup) -> list[str]:
+    suggestions = _windows(at)
+    if statistics.disk_wait_s > statistics.reading_s:
         slow = "local files are read from disk: use a faster disk, more memory, or "
-        return [*told, slow + "smaller shards (compressed ones)"]
-    reached, probe = found.read_bytes / found.elapsed_s, at.probe
+        return [*suggestions, slow + "smaller shards (compressed ones)"]
+    reached, probe = statistics.read_bytes / statistics.elapsed_s, at.probe
     some, more = f"{probe.bytes_per_s / 1e6:,.1f}", f"{probe.bytes_per_s_of_more / 1e6:,.1f}"
     has_all = at.dataset_bytes <= at.config.block_arena_bytes
     if (
@@ -262,68 +262,72 @@ def _storage(found: Statistics, at: TrialSetup) -> list[str]:
         and at.block_count > at.config.fetch_count
     ):
         reads = MORE * at.config.fetch_count
-        told.append(f"fetch_count {reads}: {reads} reads at once got {more} MB/s, not {some}")
+        suggestions.append(
+            f"fetch_count {reads}: {reads} reads at once got {more} MB/s, not {some}"
+        )
     elif reached < _NEAR * probe.bytes_per_s and has_all:
-        told.append("nothing to change: the whole dataset stays in memory once it was read")
+        suggestions.append("nothing to change: the whole dataset stays in memory once it was read")
     elif reached < _NEAR * probe.bytes_per_s:
         got = f"{reached / 1e6:,.1f} MB/s are read, while the probe got {some}"
-        told.append(f"more block_arena_bytes, to read further ahead: {got}")
+        suggestions.append(f"more block_arena_bytes, to read further ahead: {got}")
     else:
         used = f"the store and the network give {some} MB/s, and the run uses all of it"
-        told.append(f"{used}: smaller shards (compressed ones), or a store closer to this host")
+        suggestions.append(
+            f"{used}: smaller shards (compressed ones), or a store closer to this host"
+        )
     if probe.latency_s > _LATENCY_MIN_S and probe.bytes_per_s < _SLOW_BYTES_PER_S:
         latency = f"a read waits {probe.latency_s * 1e3:,.0f} ms for its first byte"
-        told.append(f"larger blocks (row groups of 1 to 16 MiB): {latency}")
+        suggestions.append(f"larger blocks (row groups of 1 to 16 MiB): {latency}")
     if at.has_all_columns and at.can_skip_columns:
-        told.append("columns=[…]: leave out unused columns, which are then not read")
+        suggestions.append("columns=[…]: leave out unused columns, which are then not read")
     elif not at.has_all_columns and not at.can_skip_columns:
-        told.append(
+        suggestions.append(
             "Parquet or Arrow shards with larger blocks (1 MiB or more): of these shards all "
             "columns are read, even unused ones"
         )
-    return told
+    return suggestions
 
 
-def _decode(found: Statistics, at: TrialSetup) -> list[str]:
-    told = [*_windows(at), *_more_workers(found, at)]
+def _decode(statistics: Statistics, at: TrialSetup) -> list[str]:
+    suggestions = [*_windows(at), *_more_workers(statistics, at)]
     if at.has_all_columns:
-        told.append("columns=[…]: leave out unused columns, which are then not decoded")
+        suggestions.append("columns=[…]: leave out unused columns, which are then not decoded")
     if at.is_compressed:
-        told.append(
+        suggestions.append(
             "uncompressed Arrow files (`pyarrow.ipc.new_file`), which need no decoding; or a "
             "faster compression (lz4)"
         )
-    return told
+    return suggestions
 
 
-def _assemble(found: Statistics, at: TrialSetup) -> list[str]:
-    told = _more_workers(found, at)
+def _assemble(statistics: Statistics, at: TrialSetup) -> list[str]:
+    suggestions = _more_workers(statistics, at)
     if at.has_images:
-        return [*told, "smaller stored images: decoding them takes nearly all of this time"]
+        return [*suggestions, "smaller stored images: decoding them takes nearly all of this time"]
     if at.has_all_columns:
-        told.append("columns=[…]: leave out unused columns, which are then not copied")
-    return told
+        suggestions.append("columns=[…]: leave out unused columns, which are then not copied")
+    return suggestions
 
 
-def _workers(found: Statistics, at: TrialSetup) -> list[str]:
-    return _more_workers(found, at)
+def _workers(statistics: Statistics, at: TrialSetup) -> list[str]:
+    return _more_workers(statistics, at)
 
 
 def _room(_: Statistics, at: TrialSetup) -> list[str]:
-    told = ["release batches as soon as they were used"]
+    suggestions = ["release batches as soon as they were used"]
     room = at.config.delivery_bytes_per_rank
     if at.dataset_bytes > room:
-        told.insert(0, f"delivery_bytes_per_rank {output.approximate_bytes(2 * room)}")
-    return told
+        suggestions.insert(0, f"delivery_bytes_per_rank {output.approximate_bytes(2 * room)}")
+    return suggestions
 
 
 def _node(_: Statistics, at: TrialSetup) -> list[str]:
-    told = ["larger batches"]
+    suggestions = ["larger batches"]
     slab = at.config.slab_bytes
     if at.dataset_bytes >= _SLABS_MIN * slab:
         size = output.approximate_bytes(2 * slab)
-        told.insert(0, f"slab_bytes {size}: fewer messages per sample")
-    return told
+        suggestions.insert(0, f"slab_bytes {size}: fewer messages per sample")
+    return suggestions
 
 
 def _consumer(_: Statistics, __: TrialSetup) -> list[str]:
@@ -365,10 +369,10 @@ def first_batch_rows(first: FirstBatch) -> list[tuple[str, str, str]]:
     """Return a table of stage, time and meaning; empty if there was no batch."""
     if not first.total_s:
         return []
-    told = [("first batch", f"{first.total_s * 1e3:,.0f} ms", "from a new loader, divided into")]
+    rows = [("first batch", f"{first.total_s * 1e3:,.0f} ms", "from a new loader, divided into")]
     for stage, seconds in _named(first).items():
-        told.append((f"  {stage}", f"{seconds * 1e3:,.0f} ms", _STAGE_MEANINGS[stage]))
-    return told
+        rows.append((f"  {stage}", f"{seconds * 1e3:,.0f} ms", _STAGE_MEANINGS[stage]))
+    return rows
 
 
 def first_batch_advice(first: FirstBatch) -> str:
@@ -376,7 +380,7 @@ def first_batch_advice(first: FirstBatch) -> str:
     if not first.total_s:
         return ""
     named = _named(first)
-    stage = max(named, key=lambda one: named[one])
+    stage = max(named, key=lambda name: named[name])
     share = named[stage] / first.total_s
     most = f"The first batch waited most for {stage} ({share:.0%})."
     return f"{most} To shorten it: {_SHORTER[stage]}."
@@ -401,49 +405,50 @@ _STEPS = ", ".join(sorted(kind.name for kind in registry.STEPS))
 _EXAMPLE = '--transform "jpg=RandomResizedCrop(224), RandomHorizontalFlip()"'
 
 
-def transforms_of(told: Sequence[str]) -> dict[str, Sequence[Transform]]:
+def transforms_of(options: Sequence[str]) -> dict[str, Sequence[Transform]]:
     """Parse each COLUMN=STEP(…), STEP(…) into the form of `DataLoader(transforms=…)`.
 
     Raises:  ConfigError: it cannot be parsed; says what is allowed.
     """
-    found: dict[str, Sequence[Transform]] = {}
-    for one in told:
-        column, equals, steps = one.partition("=")
+    transforms: dict[str, Sequence[Transform]] = {}
+    for option in options:
+        column, equals, steps = option.partition("=")
         if not equals or not column.strip():
-            raise ConfigError(f"--transform {one!r} names no column: write it as in {_EXAMPLE}")
-        found[column.strip()] = [_step(call, one) for call in _calls(steps, one)]
-    return found
+            raise ConfigError(f"--transform {option!r} names no column: write it as in {_EXAMPLE}")
+        transforms[column.strip()] = [_step(call, option) for call in _calls(steps, option)]
+    return transforms
 
 
-def stacks_of(told: Sequence[str]) -> dict[str, Stack]:
+def stacks_of(options: Sequence[str]) -> dict[str, Stack]:
     """Parse each NAME=COLUMN,COLUMN or NAME=COLUMN,COLUMN:DTYPE for `DataLoader(stack=…)`.
 
     Raises:  ConfigError: it cannot be parsed.
     """
-    found = {}
-    for one in told:
-        name, equals, rest = one.partition("=")
+    stacks = {}
+    for option in options:
+        name, equals, rest = option.partition("=")
         columns, _, dtype = rest.partition(":")
         if not equals or not name or not columns:
             raise ConfigError(
-                f'--stack {one!r} is not NAME=A,B,…: write it as in --stack "x=age,price:float32"'
+                f"--stack {option!r} is not NAME=A,B,…: write it as in "
+                '--stack "x=age,price:float32"'
             )
-        found[name] = Stack(columns.split(","), dtype)
-    return found
+        stacks[name] = Stack(columns.split(","), dtype)
+    return stacks
 
 
-def _calls(steps: str, told: str) -> Sequence[ast.expr]:
+def _calls(steps: str, option: str) -> Sequence[ast.expr]:
     try:
         return ast.parse(f"[{steps}]", mode="eval").body.elts  # type: ignore[attr-defined, no-any-return]
     except SyntaxError as error:
-        raise _unreadable(told) from error
+        raise _unreadable(option) from error
 
 
-def _step(call: ast.expr, told: str) -> Transform:
+def _step(call: ast.expr, option: str) -> Transform:
     known: Mapping[str, Any] = {kind.name: kind.step for kind in registry.STEPS}
     name = call.func if isinstance(call, ast.Call) else call
     if not isinstance(name, ast.Name) or name.id not in known:
-        raise _unreadable(told)
+        raise _unreadable(option)
     positional: list[Any] = []
     named: dict[str, Any] = {}
     try:
@@ -452,12 +457,12 @@ def _step(call: ast.expr, told: str) -> Transform:
             named = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
         made: Transform = known[name.id](*positional, **named)
     except (TypeError, ValueError) as error:
-        raise _unreadable(told) from error
+        raise _unreadable(option) from error
     return made
 
 
-def _unreadable(told: str) -> ConfigError:
+def _unreadable(option: str) -> ConfigError:
     return ConfigError(
-        f"--transform {told!r} is not COLUMN=STEP(…), STEP(…): {_EXAMPLE}; steps are {_STEPS}",
+        f"--transform {option!r} is not COLUMN=STEP(…), STEP(…): {_EXAMPLE}; steps are {_STEPS}",
         allowed=_STEPS,
     )

@@ -154,12 +154,12 @@ def skip(
     from dataplane.rpc.membership import ChangeRequest, StepsSkipped
 
     first, _, stop = steps.partition(":")
-    if not all(one.isdecimal() and len(one) <= DIGITS_MAX for one in (first, stop)):
+    if not all(text.isdecimal() and len(text) <= DIGITS_MAX for text in (first, stop)):
         raise ConfigError(f"--steps {steps}: give FIRST:STOP, such as 120:150", field="steps")
-    asked = StepsSkipped(int(first), int(stop), epoch)
-    entry, answer = changed(settings, ChangeRequest(job, who(), skip=asked))
-    count = output.counted(asked.stop - asked.first, "step")
-    steps = f"{asked.first} to {asked.stop - 1}"
+    skipped = StepsSkipped(int(first), int(stop), epoch)
+    entry, answer = changed(settings, ChangeRequest(job, who(), skip=skipped))
+    count = output.counted(skipped.stop - skipped.first, "step")
+    steps = f"{skipped.first} to {skipped.stop - 1}"
     what = f"{count} of epoch {entry.position.epoch} will be skipped, {steps}"
     tell(job, what, entry, answer, as_json=as_json)
 
@@ -209,8 +209,8 @@ def mix(
             "--epoch without --at-step: --epoch is the epoch of that step, so give both",
             field="epoch",
         )
-    asked = MixAsked(uuid.uuid4().hex, tuple(given), tuple(given.values()), at_step, epoch)
-    entry, answer = changed(settings, ChangeRequest(job, who(), mix=asked))
+    request = MixAsked(uuid.uuid4().hex, tuple(given), tuple(given.values()), at_step, epoch)
+    entry, answer = changed(settings, ChangeRequest(job, who(), mix=request))
     if as_json:
         told_as_json(job, entry, answer)
         return
@@ -309,14 +309,14 @@ def tombstone(
 
     ledger = live_ledger(settings, job)
     dataset = dataset_of(ledger.spec, ledger.dataset)
-    asked = {
+    options = {
         "data": places,
         "dataset_moved": dataset_moved,
         "workers": workers,
         "format_name": "",
         "dp_size": None,
     }
-    traced = of_ledger(settings, asked, ledger)
+    traced = of_ledger(settings, options, ledger)
     rows = _rows(traced, row_names, workers)
     gone = changes_of(in_force(ledger.entries, ledger.spec, dataset)).tombstones
     manifests = [source.manifest for source in traced.sources]
@@ -346,12 +346,12 @@ def _rows(job: Traced, names: Sequence[str], workers: int) -> dict[str, Tombston
     from dataplane.plan.tombstones import shard_named
     from dataplane.plan.views import filters
 
-    asked = {name: _source(job, name) for name in names}
-    used = {number for number, _ in asked.values()}
+    parsed = {name: _source(job, name) for name in names}
+    used = {number for number, _ in parsed.values()}
     names_of = {at: row_names(job.sources[at].of_rows, job.sources[at].view) for at in used}
 
-    def found(name: str) -> Tombstone | None:
-        number, (shard_name, row) = asked[name]
+    def row_named(name: str) -> Tombstone | None:
+        number, (shard_name, row) = parsed[name]
         source = job.sources[number]
         shard = shard_named(source.manifest, shard_name)
         place = names_of[number].find(shard, row)
@@ -360,7 +360,7 @@ def _rows(job: Traced, names: Sequence[str], workers: int) -> dict[str, Tombston
         return Tombstone(shard, row, number, place[1] if filters(source.view) else None)
 
     with ThreadPoolExecutor(workers) as threads:
-        rows = dict(zip(asked, threads.map(found, asked), strict=True))
+        rows = dict(zip(parsed, threads.map(row_named, parsed), strict=True))
     missing = [name for name, row in rows.items() if row is None]
     if missing:
         count = output.counted(len(missing), "row")
@@ -379,7 +379,7 @@ def _source(job: Traced, name: str) -> tuple[int, tuple[str, int]]:
     if job.spec.mixture is None:
         return 0, split_row(name)
     sources = [source.name for source in job.sources]
-    named = [one for one in sources if name.startswith(f"{one}:")]
+    named = [source for source in sources if name.startswith(f"{source}:")]
     if not named:
         raise ConfigError(
             f"--row {name}: the job mixes {', '.join(sources)}; give SOURCE:SHARD:ROW, such as "
@@ -430,13 +430,13 @@ def show(settings: Settings, *, job: str, as_json: bool) -> None:
       dataplane ledger show pretrain-7 --join head:7077
       dataplane ledger show checkpoints/ledger.jsonl --json
     """
-    found = Ledger.from_lines(_text(settings, job), job)
+    parsed = Ledger.from_lines(_text(settings, job), job)
     if as_json:
-        lines = [json.loads(entry.line) for entry in found.entries]
+        lines = [json.loads(entry.line) for entry in parsed.entries]
         output.write_json(lines)
         return
     headings = ("entry", "when", "by", "what", "epoch", "cursor", "about")
-    output.write_table(headings, map(_row, found.entries), f"job {found.job_id}")
+    output.write_table(headings, map(_row, parsed.entries), f"job {parsed.job_id}")
 
 
 @ledger.command("verify")
@@ -450,17 +450,17 @@ def verify(settings: Settings, *, job: str, as_json: bool) -> int:
       dataplane ledger verify checkpoints/ledger.jsonl
     """
     text = _text(settings, job)
-    found = Ledger.from_lines(text, job)
-    own_hash, wrong = text_faults(text, found)
+    parsed = Ledger.from_lines(text, job)
+    own_hash, wrong = text_faults(text, parsed)
     shown_hash = "" if wrong else own_hash
-    count, last = len(found.entries), found.entries[-1].seq if found.entries else 0
+    count, last = len(parsed.entries), parsed.entries[-1].seq if parsed.entries else 0
     if as_json:
-        state = {"ok": not wrong, "entries": count, "left_out": last - count, "head": found.head}
+        state = {"ok": not wrong, "entries": count, "left_out": last - count, "head": parsed.head}
         output.write_json({**state, "hash": shown_hash, "errors": wrong})
     else:
         left_out = f", {last - count:,} old ones were left out" if last > count else ""
-        for one in wrong:
-            output.stdout().print(one, markup=False, soft_wrap=True)
+        for problem in wrong:
+            output.stdout().print(problem, markup=False, soft_wrap=True)
         verdict = "DAMAGED" if wrong else "OK"
         noun = "entry" if count == 1 else "entries"
         with_hash = f", hash {shown_hash}" if shown_hash else ""
@@ -487,25 +487,25 @@ def diff(settings: Settings, *, job: str, second: str, as_json: bool) -> int:
     """
     from dataplane.model.ledger_diff import ledger_differences
 
-    ledgers = [Ledger.from_lines(_text(settings, one), one) for one in (job, second)]
-    found = ledger_differences(ledgers[0], ledgers[1])
-    reached = [{"epoch": one.epoch, "cursor": one.cursor} for one in ledgers]
+    ledgers = [Ledger.from_lines(_text(settings, name), name) for name in (job, second)]
+    differences = ledger_differences(ledgers[0], ledgers[1])
+    reached = [{"epoch": ledger.epoch, "cursor": ledger.cursor} for ledger in ledgers]
     if as_json:
-        told = [msgspec.to_builtins(one) for one in found]
-        output.write_json({"equal": not found, "differences": told, "reached": reached})
-    elif not found:
+        as_dicts = [msgspec.to_builtins(difference) for difference in differences]
+        output.write_json({"equal": not differences, "differences": as_dicts, "reached": reached})
+    elif not differences:
         output.stdout().print("no difference: every step has the same rows in both")
     else:
-        at = found[0]
+        at = differences[0]
         title = f"first difference: epoch {at.epoch}, step {at.step} (position {at.position})"
         cells = [
-            (f"{one.epoch}", f"{one.step}", f"{one.position}", one.what, one.first, one.second)
-            for one in found
+            (f"{row.epoch}", f"{row.step}", f"{row.position}", row.what, row.first, row.second)
+            for row in differences
         ]
         output.write_table(("epoch", "step", "position", "what", job, second), cells, title)
-        if any((one.epoch, one.cursor) <= (at.epoch, at.position) for one in ledgers):
+        if any((ledger.epoch, ledger.cursor) <= (at.epoch, at.position) for ledger in ledgers):
             output.stdout().print("not both runs have come so far")
-    return output.EXIT_BAD_DATA if found else output.EXIT_OK
+    return output.EXIT_BAD_DATA if differences else output.EXIT_OK
 
 
 def _text(settings: Settings, job: str) -> str:

@@ -41,7 +41,7 @@ def trace(
     which: StepAsked,
     dp_rank: int | None,
     as_json: bool,
-    **asked: Any,
+    **options: Any,
 ) -> None:
     """Show the rows of a step: shard, row in the shard, and the rank that gets it.
 
@@ -58,13 +58,13 @@ def trace(
       dataplane trace checkpoints/ledger.jsonl --epoch 2 --step 7 --dp-rank 3
       dataplane trace pretrain-7 --step 12000 --join head:7077 --data s3://bucket/train/ --json
     """
-    job = traced(settings, asked)
+    job = traced(settings, options)
     epoch, step = which.of(job)
-    rows = step_rows(job, step, epoch, dp_rank, asked["cursor"])
+    rows = step_rows(job, step, epoch, dp_rank, options["cursor"])
     if job.is_packed:
         _show_documents(job, rows, step, epoch, as_json=as_json)
         return
-    found = [
+    documents = [
         {
             "position": int(rows.positions[at]),
             "dp_rank": int(rows.dp_ranks[at]),
@@ -77,28 +77,28 @@ def trace(
         for at in range(len(rows.positions))
     ]
     if as_json:
-        output.write_json(found)
+        output.write_json(documents)
         return
-    title = f"{output.counted(len(found), 'row')} of step {step} of epoch {epoch}"
-    cells = [(*(f"{row[name]}" for name in list(row)[:-3]), _about(row)) for row in found]
+    title = f"{output.counted(len(documents), 'row')} of step {step} of epoch {epoch}"
+    cells = [(*(f"{row[name]}" for name in list(row)[:-3]), _about(row)) for row in documents]
     source = ("source",) if job.spec.mixture is not None else ()
     headings = ("position", "dp rank", *source, "shard", "row", "")
     output.write_table(headings, cells, title)
 
 
 def _about(row: Mapping[str, Any]) -> str:
-    found = [name for name in ("padding", "skipped") if row[f"is_{name}"]]
+    remarks = [name for name in ("padding", "skipped") if row[f"is_{name}"]]
     if row["instead_of"] is not None:
-        found.append(f"instead of row {row['instead_of']}")
-    return ", ".join(found)
+        remarks.append(f"instead of row {row['instead_of']}")
+    return ", ".join(remarks)
 
 
 def _show_documents(job: Traced, rows: StepRows, step: int, epoch: int, *, as_json: bool) -> None:
     from dataplane.commands.documents import documents_of
 
-    found = documents_of(job, rows, epoch)
+    documents = documents_of(job, rows, epoch)
     if as_json:
-        output.write_json(found)
+        output.write_json(documents)
         return
     skipped = ", which is skipped" if rows.is_skipped.any() else ""
     title = (
@@ -107,7 +107,7 @@ def _show_documents(job: Traced, rows: StepRows, step: int, epoch: int, *, as_js
     source = ("source",) if job.spec.mixture is not None else ()
     headings = ("position", "dp rank", *source, "shard", "row", "first token", "tokens", "place",
                 "padding", "instead of row")  # fmt: skip
-    output.write_table(headings, [tuple(one.values()) for one in found], title)
+    output.write_table(headings, [tuple(row.values()) for row in documents], title)
 
 
 def step_rows(job: Traced, step: int, epoch: int, dp_rank: int | None, cursor: int) -> StepRows:
@@ -162,7 +162,7 @@ def replay(
     columns: str | None,
     out: str | None,
     as_json: bool,
-    **asked: Any,
+    **options: Any,
 ) -> None:
     """Show the samples of a step, in the order of the global batch.
 
@@ -180,9 +180,9 @@ def replay(
       dataplane replay checkpoints/ledger.jsonl --step 7 --dp-rank 3 --json
       dataplane replay checkpoints/ledger.jsonl --step 7 --out step-7.arrow
     """
-    job = traced(settings, asked)
+    job = traced(settings, options)
     epoch, step = which.of(job)
-    rows = step_rows(job, step, epoch, dp_rank, asked["cursor"])
+    rows = step_rows(job, step, epoch, dp_rank, options["cursor"])
     if job.is_packed:
         from dataplane.commands.documents import replayed_documents
 
@@ -191,7 +191,7 @@ def replay(
     else:
         names = None if columns is None else _listed(columns)
         is_mapped = _may_map(settings, job)
-        table = values_of(job, rows, names, asked["workers"], is_mapped=is_mapped)
+        table = values_of(job, rows, names, options["workers"], is_mapped=is_mapped)
     if out is not None:
         _write(table, out)
         what = output.counted(table.num_rows, "document" if job.is_packed else "row")
@@ -277,21 +277,21 @@ def values_of(
     place = np.empty(len(numbers), np.int64)
     place[np.argsort(numbers, kind="stable")] = np.arange(len(place))
     if tables:
-        found = pa.concat_tables(tables, promote_options="permissive").unify_dictionaries()
-        found = _taken(found, place)
+        table = pa.concat_tables(tables, promote_options="permissive").unify_dictionaries()
+        table = _taken(table, place)
     else:  # the rank has no rows
-        found = pa.table({name: pa.nulls(0) for name in chosen or names or ()})
+        table = pa.table({name: pa.nulls(0) for name in chosen or names or ()})
     places = [
         job.place_of(source, shard)
         for source, shard in zip(rows.sources.tolist(), rows.shards.tolist(), strict=True)
     ]
     before: dict[str, object] = {"position": rows.positions, "dp_rank": rows.dp_ranks}
     for name in _place_names(job)[2:-1]:
-        before[name] = pa.array([one[name] for one in places], pa.string())
+        before[name] = pa.array([place_of_row[name] for place_of_row in places], pa.string())
     before["row"] = rows.shard_rows
     for at, (name, values) in enumerate(before.items()):
-        found = found.add_column(at, f"{_PREFIX}{name}", pa.array(values))
-    return found
+        table = table.add_column(at, f"{_PREFIX}{name}", pa.array(values))
+    return table
 
 
 def _taken(table: pa.Table, rows: Int64) -> pa.Table:
@@ -301,8 +301,8 @@ def _taken(table: pa.Table, rows: Int64) -> pa.Table:
     try:
         return table.take(pa.array(rows))
     except pa.ArrowNotImplementedError:
-        found = pa.concat_tables([table.slice(row, 1) for row in rows.tolist()])
-        return found.combine_chunks()
+        taken = pa.concat_tables([table.slice(row, 1) for row in rows.tolist()])
+        return taken.combine_chunks()
 
 
 def _place_names(job: Traced) -> list[str]:
@@ -312,23 +312,24 @@ def _place_names(job: Traced) -> list[str]:
 
 
 def _chosen(
-    job: Traced, names: Sequence[str] | None, each: Sequence[Sequence[str]]
+    job: Traced, names: Sequence[str] | None, available: Sequence[Sequence[str]]
 ) -> Sequence[str]:
-    """Return the requested columns, or those that the job reads, which all of `each` must have.
+    """Return the requested columns, or those that the job reads. All of `available`, the columns of
+    each source, must have them.
 
     Raises:  ConfigError: there is no such column.
     """
-    known = [name for name in each[0] if all(name in others for others in each)]
+    known = [name for name in available[0] if all(name in others for others in available)]
     options = job.spec.column_options
     if names is not None:
         missing = [name for name in names if name not in known]
         if missing or not names:
             raise ConfigError(f"no column {missing}: there are {', '.join(known)}", field="columns")
         return names
-    leaves = [*options.columns, *(name for one in options.stack for name in one.columns)]
+    leaves = [*options.columns, *(name for stack in options.stack for name in stack.columns)]
     if not options.columns:
         return known
-    return [one for one in known if any(f"{leaf}.".startswith(f"{one}.") for leaf in leaves)]
+    return [name for name in known if any(f"{leaf}.".startswith(f"{name}.") for leaf in leaves)]
 
 
 def _write(table: pa.Table, out: str) -> None:

@@ -127,13 +127,13 @@ async def _report(
         if watch:
             await _watch(ask)
             return
-        found = await ask()
+        status = await ask()
     finally:
         await client.close()
     if as_json:
-        output.write_json(msgspec.to_builtins(found))
+        output.write_json(msgspec.to_builtins(status))
     else:
-        output.stdout().print(render(found))
+        output.stdout().print(render(status))
 
 
 async def _watch(ask: Ask) -> None:
@@ -143,13 +143,13 @@ async def _watch(ask: Ask) -> None:
             await asyncio.sleep(WATCH_PERIOD_S)
 
 
-def render(found: StatusResponse) -> Group:
+def render(status: StatusResponse) -> Group:
     """Make tables of jobs, ranks and nodes, of where blocks came from and are kept, of slabs that
     nodes make for others, and of stores that nodes wait for.
     """
     jobs = output.table(
         ("job", "state", "launch", "ranks", "missing", "epoch", "done", "samples/s", "dataset"),
-        [_job_row(job) for job in found.jobs],
+        [_job_row(job) for job in status.jobs],
         "jobs",
     )
     ranks = output.table(
@@ -166,37 +166,37 @@ def render(found: StatusResponse) -> Group:
             "node",
             "ranks from",
         ),
-        chain.from_iterable(_member_rows(job) for job in found.jobs),
+        chain.from_iterable(_member_rows(job) for job in status.jobs),
         "ranks",
     )
     parts: list[Table | Text] = []
-    nodes, blocks, away = _of_nodes(found.nodes)
-    work = _work(found.nodes)
-    for one in (jobs, work, ranks, nodes, blocks, _held(found.nodes), _makers(found), away):
-        if one.row_count:
-            parts += [one, Text()]
-    parts += [Text(line, style="dim") for line in _left_out(found)]
-    about = printable(f"coordinator {found.coordinator_id}, dataplane {found.version}")
+    nodes, blocks, away = _of_nodes(status.nodes)
+    work = _work(status.nodes)
+    for table in (jobs, work, ranks, nodes, blocks, _held(status.nodes), _makers(status), away):
+        if table.row_count:
+            parts += [table, Text()]
+    parts += [Text(line, style="dim") for line in _left_out(status)]
+    about = printable(f"coordinator {status.coordinator_id}, dataplane {status.version}")
     parts.append(Text(about if parts else f"no jobs, no nodes; {about}", style="dim"))
     return Group(*parts)
 
 
-def _left_out(found: StatusResponse) -> list[str]:
+def _left_out(status: StatusResponse) -> list[str]:
     lines = []
-    if found.job_count > len(found.jobs):
-        count = found.job_count - len(found.jobs)
+    if status.job_count > len(status.jobs):
+        count = status.job_count - len(status.jobs)
         lines.append(f"and {count} jobs that are idle or were active earlier")
-    for job in found.jobs:
+    for job in status.jobs:
         count = job.member_count - len(job.members)
         if count > 0:
             lines.append(printable(f"and {count} members of {job.job_id}, which are not in sums"))
-    if found.node_count > len(found.nodes):
-        count = found.node_count - len(found.nodes)
+    if status.node_count > len(status.nodes):
+        count = status.node_count - len(status.nodes)
         lines.append(f"and {count} nodes that were heard of earlier")
     return lines
 
 
-def _of_nodes(found: tuple[NodeStatus, ...]) -> tuple[Table, ...]:
+def _of_nodes(node_list: tuple[NodeStatus, ...]) -> tuple[Table, ...]:
     """Make tables of nodes, the sources of their blocks, and the stores that they wait for."""
     nodes = output.table(
         ("node", "host", "pid", "version", "longest hold", "read", "read twice", "seen"),
@@ -211,12 +211,12 @@ def _of_nodes(found: tuple[NodeStatus, ...]) -> tuple[Table, ...]:
                 _share(node.reads.hedged_bytes, node.reads.read_bytes),
                 f"{node.last_seen_s:.1f} s ago",
             )
-            for node in found
+            for node in node_list
         ],
         "nodes",
     )
     places = ("read_bytes", "neighbour_bytes", "disk_bytes", "memory_bytes", "lent_bytes")
-    counts = [(node, [getattr(node.reads, name) for name in places]) for node in found]
+    counts = [(node, [getattr(node.reads, name) for name in places]) for node in node_list]
     blocks = output.table(
         ("node", "data address", "origin", "neighbours", "disk", "memory", "lent"),
         [
@@ -233,32 +233,32 @@ def _of_nodes(found: tuple[NodeStatus, ...]) -> tuple[Table, ...]:
     away = output.table(
         ("node", "store", "away s", "error"),
         [
-            (node.node_id, one.store, one.away_s, one.error)
-            for node in found
-            for one in node.stores_away
+            (node.node_id, store.store, store.away_s, store.error)
+            for node in node_list
+            for store in node.stores_away
         ],
         "stores that do not answer",
     )
     return nodes, blocks, away
 
 
-def _work(found: tuple[NodeStatus, ...]) -> Table:
+def _work(nodes: tuple[NodeStatus, ...]) -> Table:
     """Make a table of the work that nodes do before they can open jobs, with its progress."""
     rows = [
         (
             node.node_id,
-            one.what,
-            one.dataset,
-            f"{one.done:,} of {one.total:,} {one.unit}" if one.total else None,
-            show_time(one.left_s) if one.left_s else None,
+            work.what,
+            work.dataset,
+            f"{work.done:,} of {work.total:,} {work.unit}" if work.total else None,
+            show_time(work.left_s) if work.left_s else None,
         )
-        for node in found
-        for one in node.work
+        for node in nodes
+        for work in node.work
     ]
     return output.table(("node", "work", "dataset", "done", "left"), rows, "jobs being opened")
 
 
-def _held(found: tuple[NodeStatus, ...]) -> Table:
+def _held(nodes: tuple[NodeStatus, ...]) -> Table:
     """Make a table of how full each node's block memory and disk are."""
     rows = [
         (
@@ -267,7 +267,7 @@ def _held(found: tuple[NodeStatus, ...]) -> Table:
             _filled(node.held.disk_bytes, node.held.disk_limit_bytes),
             node.held.disk_blocks or None,
         )
-        for node in found
+        for node in nodes
         if node.held.memory_limit_bytes
     ]
     return output.table(("node", "memory", "disk", "files"), rows, "where blocks are kept")
@@ -276,22 +276,22 @@ def _held(found: tuple[NodeStatus, ...]) -> Table:
 def _filled(used: int, limit: int) -> str | None:
     if not limit:
         return None
-    told = output.approximate_bytes
-    return f"{told(used)} of {told(limit)} ({used / limit:.0%})"
+    show = output.approximate_bytes
+    return f"{show(used)} of {show(limit)} ({used / limit:.0%})"
 
 
-def _makers(found: StatusResponse) -> Table:
+def _makers(status: StatusResponse) -> Table:
     """Make a table of the nodes that make slabs for others, and of those short of workers."""
     makes: dict[str, list[str]] = {}
     wants: dict[str, dict[str, None]] = {}
-    for job in found.jobs:
+    for job in status.jobs:
         for maker in job.nodes:
             if maker.worker_count:
                 makes.setdefault(maker.node_id, []).append(job.job_id)
-        for one in _present(job):
-            wants.setdefault(one.node_id, {})[job.job_id] = None
+        for member in _present(job):
+            wants.setdefault(member.node_id, {})[job.job_id] = None
     rows = []
-    for node in found.nodes:
+    for node in status.nodes:
         made_for = makes.get(node.node_id, ())
         wanted_for = wants.get(node.node_id, ()) if node.is_short else ()
         if made_for or wanted_for:
@@ -309,7 +309,7 @@ def _share(part: int, whole: int) -> str | None:
 
 def _peers(job: JobStatus) -> str:
     """Return how many ranks have joined, if several read the same batches: " (7 of 8)"."""
-    places = [one.topology for one in _present(job)]
+    places = [member.topology for member in _present(job)]
     world = max((place.world_size for place in places), default=0)
     if world <= job.dp_size or job.member_count > len(job.members):
         return ""
@@ -319,9 +319,9 @@ def _peers(job: JobStatus) -> str:
 def _job_row(job: JobStatus) -> tuple[object, ...]:
     # Members of one dp rank (DataLoader workers, tensor-parallel peers) each report its speed.
     speeds: dict[int, float] = {}
-    for one in _present(job):
-        rank = one.topology.dp_rank
-        speeds[rank] = max(speeds.get(rank, 0.0), one.samples_per_s)
+    for member in _present(job):
+        rank = member.topology.dp_rank
+        speeds[rank] = max(speeds.get(rank, 0.0), member.samples_per_s)
     missing = ", ".join(map(str, job.missing_dp_ranks))
     others = job.missing_count - len(job.missing_dp_ranks)
     return (
@@ -341,18 +341,20 @@ def _member_rows(job: JobStatus) -> list[tuple[object, ...]]:
     return [
         (
             job.job_id,
-            one.topology.dp_rank,
-            one.state,
-            one.epoch,
-            one.cursor,
-            one.samples_per_s,
-            one.stall_s,
-            one.bound or None,
-            one.lease_left_s,
-            one.node_id,
-            one.topology.source or None,
+            member.topology.dp_rank,
+            member.state,
+            member.epoch,
+            member.cursor,
+            member.samples_per_s,
+            member.stall_s,
+            member.bound or None,
+            member.lease_left_s,
+            member.node_id,
+            member.topology.source or None,
         )
-        for one in sorted(job.members, key=lambda one: (one.topology.dp_rank, one.topology.rank))
+        for member in sorted(
+            job.members, key=lambda member: (member.topology.dp_rank, member.topology.rank)
+        )
     ]
 
 

@@ -61,7 +61,7 @@ class Mixing:
         return None if now is None or now.refusal is not None else now.proposal
 
     def propose(
-        self, job: Job, asked: MixAsked, by: str, members: Iterable[str], now: float
+        self, job: Job, request: MixAsked, by: str, members: Iterable[str], now: float
     ) -> None:
         """Propose to these members, who are all members of the job, unless the same proposal
         exists.
@@ -69,7 +69,7 @@ class Mixing:
         Raises:  ConfigError: the proposal was refused, or another proposal is not decided yet.
         """
         known = self.proposed
-        if known is not None and known.asked.request == asked.request:
+        if known is not None and known.asked.request == request.request:
             if known.refusal is not None:
                 self.proposed = None
                 raise known.refusal
@@ -80,8 +80,10 @@ class Mixing:
                 " are still agreeing on the step: try again in a few seconds",
                 job=job.job_id,
             )
-        proposal = MixProposal(asked.request, asked_place(job, asked), asked.sources, asked.weights)
-        self.proposed = Proposed(asked, by, proposal, now + PROPOSED_S, set(members), {})
+        proposal = MixProposal(
+            request.request, asked_place(job, request), request.sources, request.weights
+        )
+        self.proposed = Proposed(request, by, proposal, now + PROPOSED_S, set(members), {})
 
     def heard(self, member_id: str, promise: MixPromise | None) -> None:
         """Note a member's promise."""
@@ -121,12 +123,12 @@ class Mixing:
             if now >= at.until:
                 at.refusal = _unanswered(job, [members[name] for name in at.awaited])
             return None
-        found = {members[name].topology.rank: one for name, one in at.promises.items()}
-        at.refusal = _refusal(job, at, found)
-        if at.refusal is not None or not found:
+        promises = {members[name].topology.rank: promise for name, promise in at.promises.items()}
+        at.refusal = _refusal(job, at, promises)
+        if at.refusal is not None or not promises:
             return None
         self.proposed = None
-        return at, max(promise.position for promise in found.values())
+        return at, max(promise.position for promise in promises.values())
 
     def awaited_ranks(self, members: Mapping[str, Member]) -> tuple[int, ...]:
         """Return the ranks that have not promised yet."""
@@ -134,36 +136,38 @@ class Mixing:
         return tuple(sorted({members[name].topology.rank for name in awaited}))
 
 
-def checked_weights(job: Job, asked: MixAsked) -> dict[str, float]:
+def checked_weights(job: Job, request: MixAsked) -> dict[str, float]:
     """Return the weights by name, in the order of the sources.
 
     Raises:  ConfigError: the job mixes nothing, or these weights do not suit it.
     """
-    check_name("request", asked.request)
+    check_name("request", request.request)
     mixture = job.spec.mixture
     if mixture is None:
         raise ConfigError(
             f"job {job.job_id!r} reads one dataset: only a Mixture has weights", field="mix"
         )
-    if len(asked.sources) != len(asked.weights) or len(set(asked.sources)) < len(asked.sources):
+    if len(request.sources) != len(request.weights) or len(set(request.sources)) < len(
+        request.sources
+    ):
         raise ConfigError("give each source one weight: NAME=WEIGHT", field="mix")
     from dataplane.transforms.mixture_options import weights_of
 
     names = [source.name for source in mixture.sources]
-    given = dict(zip(asked.sources, asked.weights, strict=True))
+    given = dict(zip(request.sources, request.weights, strict=True))
     weights = weights_of(names, given, f"job {job.job_id!r}")
     return dict(zip(names, weights, strict=True))
 
 
-def asked_place(job: Job, asked: MixAsked) -> LedgerPosition | None:
+def asked_place(job: Job, request: MixAsked) -> LedgerPosition | None:
     """Return the requested place; None for the next possible one.
 
     Raises:  ConfigError: the place is beyond the end of any epoch.
     """
-    epoch = job.epoch if asked.epoch is None else asked.epoch
-    if asked.step is None and asked.epoch is None:
+    epoch = job.epoch if request.epoch is None else request.epoch
+    if request.step is None and request.epoch is None:
         return None
-    step = asked.step or 0
+    step = request.step or 0
     cursor = step * job.spec.global_batch
     if not (0 <= epoch < PLACE_MAX and 0 <= cursor < PLACE_MAX):
         raise ConfigError(
@@ -176,12 +180,12 @@ def asked_place(job: Job, asked: MixAsked) -> LedgerPosition | None:
 
 def tells_entries(answer: Answer) -> bool:
     """Return whether this answer contains new weights, which must be on disk before it is sent."""
-    told = answer.verdicts if isinstance(answer, HeartbeatResponse) else ()
-    return any(one.entries for one in told)
+    verdicts = answer.verdicts if isinstance(answer, HeartbeatResponse) else ()
+    return any(verdict.entries for verdict in verdicts)
 
 
-def _refusal(job: Job, at: Proposed, found: dict[int, MixPromise]) -> ConfigError | None:
-    unable = {rank: one.refusal for rank, one in found.items() if one.refusal}
+def _refusal(job: Job, at: Proposed, promises: dict[int, MixPromise]) -> ConfigError | None:
+    unable = {rank: promise.refusal for rank, promise in promises.items() if promise.refusal}
     if unable:
         rank = min(unable)
         return ConfigError(
@@ -190,8 +194,8 @@ def _refusal(job: Job, at: Proposed, found: dict[int, MixPromise]) -> ConfigErro
             job=job.job_id,
             rank=rank,
         )
-    if any(one.is_late for one in found.values()) and at.proposal.at is not None:
-        least, batch = max(one.position for one in found.values()), job.spec.global_batch
+    if any(promise.is_late for promise in promises.values()) and at.proposal.at is not None:
+        least, batch = max(promise.position for promise in promises.values()), job.spec.global_batch
         return ConfigError(
             f"job {job.job_id!r} has begun step {at.proposal.at.cursor // batch} of epoch"
             f" {at.proposal.at.epoch}, or its batches are already made: the earliest step that can"
@@ -203,7 +207,7 @@ def _refusal(job: Job, at: Proposed, found: dict[int, MixPromise]) -> ConfigErro
 
 
 def _unanswered(job: Job, awaited: Sequence[Member]) -> ConfigError:
-    ranks = sorted({one.topology.rank for one in awaited})
+    ranks = sorted({member.topology.rank for member in awaited})
     named = ", ".join(map(str, ranks[:_NAMED_MAX])) + (", …" if len(ranks) > _NAMED_MAX else "")
     return ConfigError(
         f"ranks {named} of job {job.job_id!r} have not agreed to other weights within"

@@ -135,11 +135,11 @@ class JobNeighbours:
     def _made(self, job: Job, known: Mapping[str, NodeRecord], salt: bytes) -> JobNodes:
         registered = [known[name].request for name in sorted(self._members) if name in known]
         self.lacks_some = len(registered) < len(self._members)
-        fitting = {(), *self._limits_that_fit(job, {one.only_under for one in registered})}
+        fitting = {(), *self._limits_that_fit(job, {node.only_under for node in registered})}
         nodes = [
-            NeighbourNode(one.node_id, one.data_address, one.arena_bytes, disk_id=one.disk_id)
-            for one in registered
-            if one.data_address and one.only_under in fitting
+            NeighbourNode(node.node_id, node.data_address, node.arena_bytes, disk_id=node.disk_id)
+            for node in registered
+            if node.data_address and node.only_under in fitting
         ]
         if self._members:
             nodes += [maker for maker in self._makers if maker.node_id not in self._members]
@@ -150,8 +150,8 @@ class JobNeighbours:
         hashed = msgspec.msgpack.encode((job.generation, nodes, self._only_under))
         digest = hashlib.blake2b(hashed, digest_size=_VERSION_BYTES, key=salt).digest()
         version = int.from_bytes(digest, "little") or 1
-        told = JobNodes(job.job_id, job.generation, version, nodes=tuple(nodes))
-        return replace(told, only_under=self._only_under)
+        job_nodes = JobNodes(job.job_id, job.generation, version, nodes=tuple(nodes))
+        return replace(job_nodes, only_under=self._only_under)
 
     def _limits_that_fit(
         self, job: Job, limits: Collection[tuple[str, ...]]
@@ -162,10 +162,10 @@ class JobNeighbours:
         from dataplane.security.urls import are_under, roots  # not for a single host
 
         urls = roots(job.urls)
-        found = [prefixes for prefixes in limits if are_under(urls, prefixes)]
-        if found:
+        fitting = [prefixes for prefixes in limits if are_under(urls, prefixes)]
+        if fitting:
             self._only_under = urls
-        return found
+        return fitting
 
 
 GONE_MAX = 1024
@@ -237,7 +237,7 @@ class Roster:
         """Return at most `count` members, by rank: joined ones first, then those that went last."""
         shown = itertools.islice(itertools.chain(self._joined, reversed(self._gone)), count)
         members = (self.members[member_id] for member_id in shown)
-        return sorted(members, key=lambda one: (one.topology.rank, one.order))
+        return sorted(members, key=lambda member: (member.topology.rank, member.order))
 
     def ended(self, clock: float) -> list[Member]:
         """Return the joined members whose lease has ended. Every join calls this, so no member is
@@ -303,7 +303,7 @@ class Roster:
         self.ledger.check_layout(job)
         left = {dp_rank for dp_rank, name in self._last_gone.items() if self._has_left(name)}
         is_same = job.incarnation == self.job.incarnation
-        self._left = {one for one in left | self._left if is_same and one < job.dp_size}
+        self._left = {dp_rank for dp_rank in left | self._left if is_same and dp_rank < job.dp_size}
         writes: list[Write] = [Forget(Member, job.job_id, name) for name in self.members]
         writes += self.ledger.ended(self.job, "a newer launch", now)
         mark = self.ledger.marks[-1] if self.ledger.marks else None
@@ -355,23 +355,23 @@ class Roster:
             self.neighbours.add(member.node_id)
         self.members[member.member_id] = member
 
-    def mix(self, asked: MixAsked, by: str, now: float) -> tuple[ChangeResponse, list[Write]]:
+    def mix(self, request: MixAsked, by: str, now: float) -> tuple[ChangeResponse, list[Write]]:
         """Change the weights of a mixture: at once if nobody reads the job, otherwise when all
         members agree.
 
         Raises:  ConfigError: the weights do not suit the job, or it has passed the place.
         """
-        job, entry = self.job, self.ledger.mix_of_request(asked.request)
-        weights, writes = checked_weights(job, asked), list[Write]()
+        job, entry = self.job, self.ledger.mix_of_request(request.request)
+        weights, writes = checked_weights(job, request), list[Write]()
         if entry is None:
             self.ledger.check_may_change()
             if self.is_idle:
-                at = asked_place(job, asked) or LedgerPosition(job.epoch, job.cursor)
-                writes = self.ledger.mix(job, asked.request, weights, at, by, now)
+                at = asked_place(job, request) or LedgerPosition(job.epoch, job.cursor)
+                writes = self.ledger.mix(job, request.request, weights, at, by, now)
             else:
-                self.mixing.propose(job, asked, by, self._joined, now)
+                self.mixing.propose(job, request, by, self._joined, now)
                 writes = self.decide_mix(now)
-            entry = self.ledger.mix_of_request(asked.request)
+            entry = self.ledger.mix_of_request(request.request)
         awaited = () if entry is not None else self.mixing.awaited_ranks(self.members)
         at_batch = job.epoch, job.cursor, job.spec.global_batch
         return ChangeResponse(entry, not self.is_idle, *at_batch, awaited), writes

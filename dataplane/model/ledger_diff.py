@@ -64,33 +64,35 @@ def ledger_differences(first: Ledger, second: Ledger) -> tuple[Difference, ...]:
     Raises:  ConfigError: an entry is damaged.
     """
     both = _launches(first), _launches(second)
-    found = [
+    differing = [
         *_of_options(first, second),
         *_of_weights(first, second),
         *_of_batches(*both),
         *_of_skips(*both),
         *_of_rows(both, (first.spec, second.spec)),
     ]
-    told = []
-    for what, place, values in found:
+    differences = []
+    for what, place, values in differing:
         at = _read_from(both, place)
         step = at.cursor // _launch_at(both[0], at).global_batch
-        told.append(Difference(what, at.epoch, at.cursor, step, *values))
-    return tuple(sorted(told, key=lambda one: (one.epoch, one.position)))
+        differences.append(Difference(what, at.epoch, at.cursor, step, *values))
+    return tuple(
+        sorted(differences, key=lambda difference: (difference.epoch, difference.position))
+    )
 
 
 _Found = tuple[str, LedgerPosition, tuple[str, str]]
 
 
 def _of_options(first: Ledger, second: Ledger) -> Iterator[_Found]:
-    layouts = [dataset_of(one.spec, one.dataset).layout for one in (first, second)]
+    layouts = [dataset_of(ledger.spec, ledger.dataset).layout for ledger in (first, second)]
     if layouts[0] != layouts[1]:
         yield "dataset", _START, (layouts[0], layouts[1])
     if _rows_of(first.spec) == _rows_of(second.spec):
         return
-    for name, one, other in first.spec.differences(second.spec):
+    for name, value, other in first.spec.differences(second.spec):
         if name not in _FORM:
-            yield name, _START, (one, other)
+            yield name, _START, (value, other)
 
 
 def _rows_of(spec: JobSpec) -> str:
@@ -99,16 +101,18 @@ def _rows_of(spec: JobSpec) -> str:
 
 
 def _of_weights(first: Ledger, second: Ledger) -> Iterator[_Found]:
-    mixed = [one.spec.mixture for one in (first, second)]
+    mixed = [ledger.spec.mixture for ledger in (first, second)]
     if mixed[0] is None or mixed[1] is None:
         return
-    names = [[source.name for source in one.sources] for one in mixed if one is not None]
+    names = [
+        [source.name for source in mixture.sources] for mixture in mixed if mixture is not None
+    ]
     if names[0] != names[1]:
         return  # the mixtures already differ in an option
     histories = [
-        [(LedgerPosition(*change.place), change.shares) for change in one.history.changes]
-        for one in mixed
-        if one is not None
+        [(LedgerPosition(*change.place), change.shares) for change in mixture.history.changes]
+        for mixture in mixed
+        if mixture is not None
     ]
     at = _parting(*histories)
     if at is not None:
@@ -121,7 +125,7 @@ def _shares_at(
     names: Sequence[str],
     at: LedgerPosition,
 ) -> str:
-    shares = next(each for place, each in reversed(history) if place <= at)
+    shares = next(shares for place, shares in reversed(history) if place <= at)
     return ", ".join(
         f"{name} {share / sum(shares):.4g}" for name, share in zip(names, shares, strict=True)
     )
@@ -131,8 +135,8 @@ def _of_batches(first: Sequence[_Launch], second: Sequence[_Launch]) -> Iterator
     at = _parting(_phases(first), _phases(second))
     if at is not None:
         shown = [
-            f"{one.global_batch} from epoch {one.at.epoch}, position {one.at.cursor}"
-            for one in (_launch_at(first, at), _launch_at(second, at))
+            f"{launch.global_batch} from epoch {launch.at.epoch}, position {launch.at.cursor}"
+            for launch in (_launch_at(first, at), _launch_at(second, at))
         ]
         yield "global_batch", at, (shown[0], shown[1])
 
@@ -141,19 +145,19 @@ def _phases(launches: Sequence[_Launch]) -> list[tuple[LedgerPosition, int]]:
     """Return the places from which steps are counted, and the batch from there on. A launch that
     continues at the beginning of a step, with the same batch, adds no place.
     """
-    found: list[tuple[LedgerPosition, int]] = []
+    phases: list[tuple[LedgerPosition, int]] = []
     for launch in launches:
-        if found:
-            at, batch = found[-1]
+        if phases:
+            at, batch = phases[-1]
             begun = at.cursor if at.epoch == launch.at.epoch else 0
             if batch == launch.global_batch and (launch.at.cursor - begun) % batch == 0:
                 continue
-        found.append((launch.at, launch.global_batch))
-    return found
+        phases.append((launch.at, launch.global_batch))
+    return phases
 
 
 def _of_skips(first: Sequence[_Launch], second: Sequence[_Launch]) -> Iterator[_Found]:
-    skips = [_skipped(one) for one in (first, second)]
+    skips = [_skipped(launches) for launches in (first, second)]
     differing = sorted(set(skips[0]) ^ set(skips[1]))
     if not differing:
         return
@@ -171,7 +175,7 @@ def _skipped(launches: Sequence[_Launch]) -> list[tuple[int, int, int]]:
     """Return (epoch, begin, end) of the positions that a run skipped. Each launch counts from where
     it began to where the next one began.
     """
-    found: list[tuple[int, int, int]] = []
+    ranges: list[tuple[int, int, int]] = []
     for at, launch in enumerate(launches):
         until = launches[at + 1].at if at + 1 < len(launches) else None
         for epoch in sorted({skip.epoch for skip in launch.changes.skips}):
@@ -182,17 +186,17 @@ def _skipped(launches: Sequence[_Launch]) -> list[tuple[int, int, int]]:
                 # A launch that begins after skipped positions counts them as skipped, too.
                 high = until.cursor if until is not None and epoch == until.epoch else end
                 if max(begin, low) < min(end, high):
-                    found.append((epoch, max(begin, low), min(end, high)))
-    return found
+                    ranges.append((epoch, max(begin, low), min(end, high)))
+    return ranges
 
 
 def _of_rows(both: Sequence[Sequence[_Launch]], specs: tuple[JobSpec, JobSpec]) -> Iterator[_Found]:
-    rows = [[(launch.at, launch.changes.tombstones) for launch in one] for one in both]
-    at = _parting(*(_merged(one) for one in rows))
+    rows = [[(launch.at, launch.changes.tombstones) for launch in launches] for launches in both]
+    at = _parting(*(_merged(of_run) for of_run in rows))
     if at is not None:
         shown = [
-            ", ".join(_row_named(row, spec) for row in _launch_at(each, at).changes.tombstones)
-            for each, spec in zip(both, specs, strict=True)
+            ", ".join(_row_named(row, spec) for row in _launch_at(launches, at).changes.tombstones)
+            for launches, spec in zip(both, specs, strict=True)
         ]
         yield "tombstone", at, (shown[0] or "no row", shown[1] or "no row")
 
@@ -203,17 +207,18 @@ def _row_named(row: Tombstone, spec: JobSpec) -> str:
     return f"{source}{row.shard}:{row.row}"
 
 
-def _merged(found: Sequence[tuple[LedgerPosition, T]]) -> list[tuple[LedgerPosition, T]]:
-    return [each for at, each in enumerate(found) if at == 0 or found[at - 1][1] != each[1]]
+def _merged(pairs: Sequence[tuple[LedgerPosition, T]]) -> list[tuple[LedgerPosition, T]]:
+    """Leave out each pair whose value is that of the pair before."""
+    return [pair for at, pair in enumerate(pairs) if at == 0 or pairs[at - 1][1] != pair[1]]
 
 
 def _parting(
     first: Sequence[tuple[LedgerPosition, T]], second: Sequence[tuple[LedgerPosition, T]]
 ) -> LedgerPosition | None:
     """Return where two lists of places and values begin to differ; None if they are equal."""
-    for one, other in itertools.zip_longest(first, second):
-        if one != other:
-            return min(each[0] for each in (one, other) if each is not None)
+    for pair in itertools.zip_longest(first, second):
+        if pair[0] != pair[1]:
+            return min(entry[0] for entry in pair if entry is not None)
     return None
 
 
@@ -226,14 +231,14 @@ def _launches(ledger: Ledger) -> list[_Launch]:
     if not starts:  # saved by a loader: it has changes, but no launches
         changes = changes_of(in_force(ledger.entries, ledger.spec, dataset))
         return [_Launch(_START, ledger.spec.global_batch, changes)]
-    found = [_Launch(_START, number_of(starts[0], "global_batch", 1), Changes())]
+    launches = [_Launch(_START, number_of(starts[0], "global_batch", 1), Changes())]
     for entry in starts:
         last = last_change_of(entry)
         changes = changes_of(in_force(ledger.entries, ledger.spec, dataset, last))
-        while found and found[-1].at >= entry.position:
-            found.pop()
-        found.append(_Launch(entry.position, number_of(entry, "global_batch", 1), changes))
-    return found
+        while launches and launches[-1].at >= entry.position:
+            launches.pop()
+        launches.append(_Launch(entry.position, number_of(entry, "global_batch", 1), changes))
+    return launches
 
 
 def _launch_at(launches: Sequence[_Launch], at: LedgerPosition) -> _Launch:
@@ -245,9 +250,9 @@ def _read_from(both: Sequence[Sequence[_Launch]], at: LedgerPosition) -> LedgerP
     skipped = [_skipped(launches) for launches in both]
     while True:
         ends = [
-            [end for epoch, begin, end in each if epoch == at.epoch and begin <= at.cursor < end]
-            for each in skipped
+            [end for epoch, begin, end in of_run if epoch == at.epoch and begin <= at.cursor < end]
+            for of_run in skipped
         ]
         if not all(ends):
             return at
-        at = LedgerPosition(at.epoch, min(end for each in ends for end in each))
+        at = LedgerPosition(at.epoch, min(end for of_run in ends for end in of_run))

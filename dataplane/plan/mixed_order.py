@@ -71,9 +71,9 @@ class MixedOrder:
         """Raises:  ConfigError: as Order."""
         self.plan, self.sample_count = plan, plan.sample_count
         self._sources, self._seed, self._shuffle, self._lanes = sources, seed, shuffle, lanes
-        self._counts = np.array([int(one.block_rows.sum(dtype=np.int64)) for one in sources])
+        self._counts = np.array([int(order.block_rows.sum(dtype=np.int64)) for order in sources])
         self._offsets = (np.cumsum(self._counts) - self._counts) % lanes
-        self._blocks = np.cumsum([0, *(len(one.block_rows) for one in sources)])
+        self._blocks = np.cumsum([0, *(len(order.block_rows) for order in sources)])
         self._starts = np.array([segment.start for segment in plan.segments], np.int64)
         tail_base = [] if plan.tail is None else [plan.tail.base]
         # How many samples of each source were read before each segment, and before the tail.
@@ -105,9 +105,9 @@ class MixedOrder:
         source, sample = self.samples_at(positions)
         number, place = np.divmod(sample, self._counts[source])
         blocks, rows = np.empty_like(source), np.empty_like(source)
-        for (one, which), mine in _grouped(source, number):
-            found, rows[mine] = self._pass(one, which).locate(place[mine])
-            blocks[mine] = found + self._blocks[one]
+        for (own_source, own_number), mine in _grouped(source, number):
+            own_blocks, rows[mine] = self._pass(own_source, own_number).locate(place[mine])
+            blocks[mine] = own_blocks + self._blocks[own_source]
         return blocks, rows
 
     def samples_at(self, positions: Int64) -> tuple[Int64, Int64]:
@@ -121,14 +121,14 @@ class MixedOrder:
         self._check(positions)
         source, sample = np.empty_like(positions), np.empty_like(positions)
         at = self._segments_at(positions)
-        for one in distinct(at)[0].tolist():
-            mine = np.flatnonzero(at == one)
-            if one < len(self._starts):
-                found = self._of_segment(self.plan.segments[one], positions[mine])
+        for segment_number in distinct(at)[0].tolist():
+            mine = np.flatnonzero(at == segment_number)
+            if segment_number < len(self._starts):
+                located = self._of_segment(self.plan.segments[segment_number], positions[mine])
             else:
                 assert self.plan.tail is not None
-                found = self.plan.tail.locate(positions[mine] - self.plan.tail.start)
-            source[mine], sample[mine] = found
+                located = self.plan.tail.locate(positions[mine] - self.plan.tail.start)
+            source[mine], sample[mine] = located
         return source, sample
 
     def pack_keys(self, positions: Int64, blocks: Int64) -> Words:
@@ -138,11 +138,11 @@ class MixedOrder:
         Shapes:  positions, blocks: int64[n].   result: uint64[n].
         """
         source, sample = self.samples_at(positions)
-        found = np.empty(len(positions), np.uint64)
-        for (one, which), mine in _grouped(source, sample // self._counts[source]):
-            word = self._word_of_packs(one, which)
-            found[mine] = extended(word, blocks[mine] - self._blocks[one])
-        return found
+        keys = np.empty(len(positions), np.uint64)
+        for (own_source, number), mine in _grouped(source, sample // self._counts[source]):
+            word = self._word_of_packs(own_source, number)
+            keys[mine] = extended(word, blocks[mine] - self._blocks[own_source])
+        return keys
 
     def keys_of_packs(self, block: int) -> list[int]:
         """Return the keys from which the packs of a block are drawn in this epoch: one for each
@@ -152,7 +152,7 @@ class MixedOrder:
         """
         source = self._source_of(block)
         at = np.array([block - int(self._blocks[source])])
-        words = [self._word_of_packs(source, one) for one in self._passes_of(source)]
+        words = [self._word_of_packs(source, number) for number in self._passes_of(source)]
         return [int(extended(word, at)[0]) for word in words]
 
     def positions_of(self, block: int, row: int) -> Int64:
@@ -175,18 +175,18 @@ class MixedOrder:
 
         Shapes:  samples: int64[n], those that the epoch has.   result: int64[n].
         """
-        found = np.empty_like(samples)
+        positions = np.empty_like(samples)
         at = self._segments_of(source, samples)
-        for one in distinct(at)[0].tolist():
-            mine = np.flatnonzero(at == one)
+        for segment_number in distinct(at)[0].tolist():
+            mine = np.flatnonzero(at == segment_number)
             some = samples[mine]
-            if one < len(self._starts):
-                found[mine] = self._in_segment(self.plan.segments[one], source, some)
+            if segment_number < len(self._starts):
+                positions[mine] = self._in_segment(self.plan.segments[segment_number], source, some)
             else:
                 assert self.plan.tail is not None
                 places = self.plan.tail.place_of(np.full_like(some, source), some)
-                found[mine] = self.plan.tail.start + places
-        return found
+                positions[mine] = self.plan.tail.start + places
+        return positions
 
     def block_span(self, blocks: Int64) -> tuple[Int64, Int64]:
         """Return the first and the last position at which any sample of each block may be, rounded
@@ -197,9 +197,9 @@ class MixedOrder:
         """
         blocks = np.asarray(blocks, np.int64)
         first, last = np.empty_like(blocks), np.empty_like(blocks)
-        found = self._blocks.searchsorted(blocks, side="right") - 1
-        for source in distinct(found)[0].tolist():
-            mine = np.flatnonzero(found == source)
+        sources = self._blocks.searchsorted(blocks, side="right") - 1
+        for source in distinct(sources)[0].tolist():
+            mine = np.flatnonzero(sources == source)
             if not 0 <= source < len(self._sources):
                 raise ConfigError(f"there is no block {blocks[mine[0]]}", field="block")
             first[mine], last[mine] = self._spans(source, blocks[mine] - self._blocks[source])
@@ -238,8 +238,8 @@ class MixedOrder:
             moved = rounds.place[own, place[mine]] + rounds.shift[own, lane[mine]]
             steps = rounds.steps[own]
             moved -= steps * (moved >= steps)
-            source[mine] = found = rounds.source[own, moved]
-            index[mine] = moved + rounds.first[own, found]
+            source[mine] = own_source = rounds.source[own, moved]
+            index[mine] = moved + rounds.first[own, own_source]
         turned = (lane - self._offsets[source]) % segment.lanes
         sample = (index * segment.lanes + turned) * segment.batch + within
         return source, segment.base[source] + sample
@@ -251,17 +251,17 @@ class MixedOrder:
         lane = (turned + self._offsets[source]) % segment.lanes
         number = self._round_of(segment, source, index)
         step = np.empty_like(index)
-        for one in distinct(number)[0].tolist():
-            mine = np.flatnonzero(number == one)
-            rounds = self._rounds(segment, np.array([one]))
+        for round_number in distinct(number)[0].tolist():
+            mine = np.flatnonzero(number == round_number)
+            rounds = self._rounds(segment, np.array([round_number]))
             steps = int(rounds.steps[0])
             back = np.empty(steps, np.int64)
             back[rounds.place[0, :steps]] = np.arange(steps)
             moved = index[mine] - rounds.first[0, source]
             step[mine] = back[(moved - rounds.shift[0, lane[mine]]) % steps]
         slot = (step + number * segment.round_steps) * segment.lanes + lane
-        found: Int64 = segment.start + slot * segment.batch + within
-        return found
+        positions: Int64 = segment.start + slot * segment.batch + within
+        return positions
 
     def _round_of(self, segment: MixSegment, source: int, index: Int64) -> Int64:
         """Return the round of each of a source's slots in a lane."""
@@ -330,12 +330,12 @@ class MixedOrder:
 
     def _pass(self, source: int, number: int) -> Order:
         """Return the order of one pass over a source."""
-        found = self._edges.get((source, number)) or self._passes.get((source, number))
-        if found is None:
-            found = self._passes[source, number] = self._new_pass(source, number)
+        order = self._edges.get((source, number)) or self._passes.get((source, number))
+        if order is None:
+            order = self._passes[source, number] = self._new_pass(source, number)
             if len(self._passes) > _PASSES_HELD:
                 self._passes.popitem(last=False)
-        return found
+        return order
 
     def _spans(self, source: int, blocks: Int64) -> tuple[Int64, Int64]:
         """Return the spans of blocks of one source."""
@@ -364,10 +364,10 @@ class MixedOrder:
         first = np.full_like(samples, 0 if self.plan.tail is None else self.plan.tail.start)
         last = np.full_like(samples, self.sample_count - 1)
         at = self._segments_of(source, samples)
-        for one in distinct(at)[0].tolist():
-            if one == len(self._starts):
+        for segment_number in distinct(at)[0].tolist():
+            if segment_number == len(self._starts):
                 continue
-            mine, segment = np.flatnonzero(at == one), self.plan.segments[one]
+            mine, segment = np.flatnonzero(at == segment_number), self.plan.segments[segment_number]
             unit = segment.lanes * segment.batch
             index = (samples[mine] - segment.base[source]) // unit
             begin = self._round_of(segment, source, index) * segment.round_steps

@@ -121,11 +121,11 @@ class RowNames:
 
         Raises:  ConfigError: there is no such shard or row, or it is not in the view.
         """
-        found = self.find(shard, row)
-        if found is None:
+        place = self.find(shard, row)
+        if place is None:
             url = self._manifest.shards.urls[shard]
             raise ConfigError(f"row {row} of {url} is not in the view of this job", shard=url)
-        return found
+        return place
 
     def find(self, shard: int, row: int, of_view: int | None = None) -> tuple[int, int] | None:
         """Return `block_of`, or None if the row is not in the view. `of_view` is the row's number
@@ -173,17 +173,17 @@ def shard_named(manifest: Manifest, name: str) -> int:
     if name.isdecimal() and len(name) <= _DIGITS_MAX and int(name) < len(urls):
         return int(name)
     ending = f"/{name.lstrip('/')}"
-    found = [at for at, url in enumerate(urls) if url == name or url.endswith(ending)]
-    if len(found) == 1:
-        return found[0]
-    if not found:
+    shards = [at for at, url in enumerate(urls) if url == name or url.endswith(ending)]
+    if len(shards) == 1:
+        return shards[0]
+    if not shards:
         raise ConfigError(
             f"the dataset has no shard {name!r}: give its number (0 to {len(urls) - 1}), its url, "
             "or the end of its url",
             shard=name,
         )
-    some = ", ".join(urls[at] for at in found[:_SHOWN_MAX])
-    raise ConfigError(f"{len(found)} shards match {name!r}: {some}. Give a longer part of the url")
+    some = ", ".join(urls[at] for at in shards[:_SHOWN_MAX])
+    raise ConfigError(f"{len(shards)} shards match {name!r}: {some}. Give a longer part of the url")
 
 
 def rows_of_step(
@@ -206,7 +206,7 @@ def rows_of_step(
     begin, end = steps.begin(step), steps.begin(step + 1)
     positions = np.arange(begin, end if steps.end is End.PAD else min(end, count), dtype=np.int64)
     blocks, rows = order.locate(positions % count)
-    first = starts_of([each.block_count for each in names])
+    first = starts_of([row_names.block_count for row_names in names])
     sources = first.searchsorted(blocks, side="right") - 1
     stood, rows = rows, rows if rows_for is None else rows_for(blocks, rows)
     blocks = blocks - first[sources]
@@ -233,9 +233,9 @@ def places_of(steps: EpochSteps, order: TracedOrder, block: int, row: int) -> tu
     """
     Slice(steps)  # raises if the steps are invalid
     count, cursor = order.sample_count, steps.cursor
-    found, last = order.positions_of(block, row).tolist(), steps.count - 1
+    positions, last = order.positions_of(block, row).tolist(), steps.count - 1
     stop = steps.begin(steps.count)
-    padded = [at for one in found for at in range(one + count, stop, count)]
+    padded = [at for position in positions for at in range(position + count, stop, count)]
     return tuple(
         Place(
             at,
@@ -243,7 +243,7 @@ def places_of(steps: EpochSteps, order: TracedOrder, block: int, row: int) -> tu
             at % steps.dp_size,
             at >= count,
         )
-        for at in (*found, *(sorted(padded) if steps.end is End.PAD else ()))
+        for at in (*positions, *(sorted(padded) if steps.end is End.PAD else ()))
     )
 
 
@@ -260,15 +260,15 @@ class Substitutes:
         self, spec: JobSpec, manifests: Sequence[Manifest], tombstones: Sequence[Tombstone]
     ) -> None:
         """Raises:  ConfigError: there is no such row, or a block has no row left."""
-        sources, first = _sources(spec), starts_of([each.block_count for each in manifests])
+        sources, first = _sources(spec), starts_of([manifest.block_count for manifest in manifests])
         names = {source: RowNames(manifests[source]) for source in _used(tombstones, manifests)}
         gone = dict[tuple[int, int], dict[int, Tombstone]]()
-        for one in tombstones:
-            if one.of_view is None and filters(sources[one.source][0]):
-                raise _without_number(one)
-            found = names[one.source].find(one.shard, one.row, one.of_view)
-            if found is not None:  # otherwise the row's block has no packs
-                gone.setdefault((one.source, found[0]), {})[found[1]] = one
+        for tombstone in tombstones:
+            if tombstone.of_view is None and filters(sources[tombstone.source][0]):
+                raise _without_number(tombstone)
+            place = names[tombstone.source].find(tombstone.shard, tombstone.row, tombstone.of_view)
+            if place is not None:  # otherwise the row's block has no packs
+                gone.setdefault((tombstone.source, place[0]), {})[place[1]] = tombstone
         self.gone: dict[int, tuple[int, ...]] = {}
         """The removed rows of each block that has any."""
         self._documents: dict[int, tuple[TakenDocument, ...]] = {}
@@ -280,8 +280,13 @@ class Substitutes:
                 raise _block_is_gone(manifest, rows, is_whole=manifest.whole is None)
             self.gone[number] = tuple(sorted(rows))
             seed = sources[source][1]
-            keys = {row: substitute_key(seed, one.shard, one.row) for row, one in rows.items()}
-            self._documents[number] = tuple(TakenDocument(*one) for one in sorted(keys.items()))
+            keys = {
+                row: substitute_key(seed, tombstone.shard, tombstone.row)
+                for row, tombstone in rows.items()
+            }
+            self._documents[number] = tuple(
+                TakenDocument(*row_and_key) for row_and_key in sorted(keys.items())
+            )
             if manifest.documents is not None:
                 continue
             for row, keyed in keys.items():
@@ -346,25 +351,28 @@ def _used(tombstones: Sequence[Tombstone], manifests: Sequence[Manifest]) -> lis
 
     Raises:  ConfigError: there is no such source.
     """
-    found = sorted({one.source for one in tombstones})
-    if found and not 0 <= found[0] <= found[-1] < len(manifests):
-        raise ConfigError(f"there is no source {found[-1]}: the job has {len(manifests)} sources")
-    return found
+    used = sorted({tombstone.source for tombstone in tombstones})
+    if used and not 0 <= used[0] <= used[-1] < len(manifests):
+        raise ConfigError(f"there is no source {used[-1]}: the job has {len(manifests)} sources")
+    return used
 
 
-def _without_number(one: Tombstone) -> ConfigError:
+def _without_number(tombstone: Tombstone) -> ConfigError:
     return ConfigError(
-        f"row {one.row} of shard {one.shard} was taken out, but the ledger does not say which row "
-        "of the job's view it is: run `dataplane ledger verify` to check the ledger"
+        f"row {tombstone.row} of shard {tombstone.shard} was taken out, but the ledger does not "
+        "say which row of the job's view it is: run `dataplane ledger verify` to check the ledger"
     )
 
 
 def _block_is_gone(
     manifest: Manifest, rows: dict[int, Tombstone], *, is_whole: bool
 ) -> ConfigError:
-    one = next(iter(rows.values()))
-    url = manifest.shards.urls[one.shard]
-    first, last = min(each.row for each in rows.values()), max(each.row for each in rows.values())
+    first_row = next(iter(rows.values()))
+    url = manifest.shards.urls[first_row.shard]
+    first, last = (
+        min(taken.row for taken in rows.values()),
+        max(taken.row for taken in rows.values()),
+    )
     what = f"rows {first} to {last} of {url}, a whole block,"
     if not is_whole:
         what = f"all rows that the view has of a block of {url}, between rows {first} and {last},"

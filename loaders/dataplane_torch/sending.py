@@ -81,8 +81,8 @@ class Sending:
         """
         copied = self._begin()
         stream = self._copy_stream.wait_for(self._mark)
-        for one in copied:
-            self._copy_stream.record(one, stream)
+        for tensor in copied:
+            self._copy_stream.record(tensor, stream)
         return _mapped(self._batch, self._late) if self._has_late else self._batch
 
     def _begin(self) -> list[Any]:
@@ -112,10 +112,10 @@ class Sending:
 def moved(given: Any, device: torch.device) -> Any:
     """`given.to(device)` in the caller's stream, without waiting if its `to` supports that."""
     try:
-        found = given.to(device, non_blocking=True)
+        copied = given.to(device, non_blocking=True)
     except TypeError:
-        found = given.to(device)
-    return given if found is None else found
+        copied = given.to(device)
+    return given if copied is None else copied
 
 
 def _is_early(leaf: Any) -> bool:
@@ -159,9 +159,9 @@ def _mapped(given: Any, of_leaf: Copy) -> Any:
     if isinstance(given, Sequence):
         if isinstance(given, list) and _PLAIN.issuperset(map(type, given)):
             return given
-        each = [_mapped(one, of_leaf) for one in given]
-        is_same = all(new is old for new, old in zip(each, given, strict=True))
-        return given if is_same else _sequence_like(given, each)
+        copies = [_mapped(entry, of_leaf) for entry in given]
+        is_same = all(new is old for new, old in zip(copies, given, strict=True))
+        return given if is_same else _sequence_like(given, copies)
     return given
 
 
@@ -178,15 +178,15 @@ def _mapping_like(given: Any, values: dict[Any, Any]) -> Any:
     return clone
 
 
-def _sequence_like(given: Any, each: list[Any]) -> Any:
+def _sequence_like(given: Any, entries: list[Any]) -> Any:
     if hasattr(given, "_fields"):  # a named tuple
-        return type(given)(*each)
+        return type(given)(*entries)
     try:
         if not isinstance(given, MutableSequence):
-            return type(given)(each)
+            return type(given)(entries)
         clone = copy.copy(given)
-        for i, one in enumerate(each):
-            clone[i] = one
+        for i, entry in enumerate(entries):
+            clone[i] = entry
     except TypeError:
-        return each
+        return entries
     return clone
