@@ -109,12 +109,12 @@ class Opening(Struct, frozen=True):
         """Make an Opening from three times in time.monotonic()."""
         return cls(reached - began, done - reached, done, job.index_s, job.plan_s)
 
-    def first_batch(self, asked: float, arrived: float, times: StageTimes) -> FirstBatch:
+    def first_batch(self, requested: float, arrived: float, times: StageTimes) -> FirstBatch:
         """Return the stages of the first slab, from the times at which it was requested and
         arrived, in time.monotonic(). If that request opened the job, the wait for the slab began
         only when the job was open.
         """
-        waited_s = max(arrived - max(asked, self.done_at), 0.0)
+        waited_s = max(arrived - max(requested, self.done_at), 0.0)
         parts = stages_waited_for(round(waited_s * _US_A_S), times)
         fetch, decode, room, queue, assemble, other = (part / _US_A_S for part in parts)
         connect_s = max(self.open_s - self.index_s - self.plan_s, 0.0)
@@ -265,11 +265,11 @@ class Tally:
             read + times.read_bytes,
             copied + was_copied,
         )
-        on_disk, given, found = self._by_place
+        on_disk, given, from_memory = self._by_place
         self._by_place = (
             on_disk + times.disk_bytes,
             given + times.neighbour_bytes,
-            found + times.memory_bytes,
+            from_memory + times.memory_bytes,
         )
         a, b, c, d, e, f = self._waits
         u, v, w, x, y, z = waits
@@ -350,59 +350,59 @@ class Recent:
         """Return the name of the stage; "" if none is known yet."""
         if now - self._told_at >= _RECENT_S:
             self._told_at = now
-            found = self._statistics()
-            bound = bound_of(found.since(self._before))
-            self._before = found
+            current = self._statistics()
+            bound = bound_of(current.since(self._before))
+            self._before = current
             self._stage = self._stage if bound is None else bound.stage.value
         return self._stage
 
 
-def bound_of(found: Statistics) -> Bound | None:
+def bound_of(statistics: Statistics) -> Bound | None:
     """Return the bound of a run; None before its first slab is consumed."""
-    elapsed_s = found.elapsed_s
-    if not found.samples or elapsed_s <= 0:
+    elapsed_s = statistics.elapsed_s
+    if not statistics.samples or elapsed_s <= 0:
         return None
-    disk = _disk_part(found)
-    workers = max(found.worker_count, 1)
+    disk = _disk_part(statistics)
+    workers = max(statistics.worker_count, 1)
     seconds = {
         # Workers read local files: all of them may wait for a disk at once.
-        Stage.STORAGE: found.reading_s + found.disk_wait_s / workers,
-        Stage.DECODE: found.decoding_s * (1 - disk) / workers,
-        Stage.ASSEMBLE: found.assembling_s * (1 - disk) / workers,
-        Stage.CONSUMER: found.consumed_s,
+        Stage.STORAGE: statistics.reading_s + statistics.disk_wait_s / workers,
+        Stage.DECODE: statistics.decoding_s * (1 - disk) / workers,
+        Stage.ASSEMBLE: statistics.assembling_s * (1 - disk) / workers,
+        Stage.CONSUMER: statistics.consumed_s,
     }
     busy = {stage: min(spent / elapsed_s, 1.0) for stage, spent in seconds.items()}
-    stage = _stage(found, seconds, disk)
+    stage = _stage(statistics, seconds, disk)
     return Bound(
         stage,
-        found.samples_per_s,
-        _without(found, stage, seconds),
-        found.waited_s / elapsed_s,
+        statistics.samples_per_s,
+        _without(statistics, stage, seconds),
+        statistics.waited_s / elapsed_s,
         tuple(busy.items()),
     )
 
 
-def _disk_part(found: Statistics) -> float:
-    worked_s = found.decoding_s + found.assembling_s
-    return min(found.disk_wait_s / worked_s, 1.0) if worked_s else 0.0
+def _disk_part(statistics: Statistics) -> float:
+    worked_s = statistics.decoding_s + statistics.assembling_s
+    return min(statistics.disk_wait_s / worked_s, 1.0) if worked_s else 0.0
 
 
-def _stage(found: Statistics, seconds: dict[Stage, float], disk: float) -> Stage:
-    elapsed_s = found.elapsed_s
-    if found.waited_s < WAITED_SHARE_MIN * elapsed_s:
+def _stage(statistics: Statistics, seconds: dict[Stage, float], disk: float) -> Stage:
+    elapsed_s = statistics.elapsed_s
+    if statistics.waited_s < WAITED_SHARE_MIN * elapsed_s:
         return Stage.CONSUMER
-    worked_s = (found.decoding_s + found.assembling_s) / max(found.worker_count, 1)
+    worked_s = (statistics.decoding_s + statistics.assembling_s) / max(statistics.worker_count, 1)
     if worked_s >= _BUSY_SHARE * elapsed_s:
         return _of_workers(seconds, disk)
-    if found.reading_s >= _BUSY_SHARE * elapsed_s and found.fetch_wait_s:
+    if statistics.reading_s >= _BUSY_SHARE * elapsed_s and statistics.fetch_wait_s:
         return Stage.STORAGE
     waits = {
-        Stage.STORAGE: found.fetch_wait_s,
-        Stage.DECODE: found.decode_wait_s,
-        Stage.ROOM: found.room_wait_s,
-        Stage.WORKERS: found.queue_wait_s,
-        Stage.ASSEMBLE: found.assemble_wait_s,
-        Stage.NODE: found.other_wait_s,
+        Stage.STORAGE: statistics.fetch_wait_s,
+        Stage.DECODE: statistics.decode_wait_s,
+        Stage.ROOM: statistics.room_wait_s,
+        Stage.WORKERS: statistics.queue_wait_s,
+        Stage.ASSEMBLE: statistics.assemble_wait_s,
+        Stage.NODE: statistics.other_wait_s,
     }
     longest = max(waits, key=lambda stage: waits[stage])
     if longest is Stage.WORKERS and worked_s >= elapsed_s / 2:
@@ -418,10 +418,10 @@ def _of_workers(seconds: dict[Stage, float], disk: float) -> Stage:
     return max((Stage.DECODE, Stage.ASSEMBLE), key=lambda stage: seconds[stage])
 
 
-def _without(found: Statistics, stage: Stage, seconds: dict[Stage, float]) -> float | None:
+def _without(statistics: Statistics, stage: Stage, seconds: dict[Stage, float]) -> float | None:
     """Return the rate of the slowest other stage. Decoding and assembly share the workers."""
     left = {other: spent for other, spent in seconds.items() if other is not stage}
     workers_s = left.pop(Stage.DECODE, 0.0) + left.pop(Stage.ASSEMBLE, 0.0)
     # Messages and planning still take their time.
-    slowest_s = max(workers_s, found.other_wait_s, *left.values())
-    return found.samples / slowest_s if slowest_s > 0 else None
+    slowest_s = max(workers_s, statistics.other_wait_s, *left.values())
+    return statistics.samples / slowest_s if slowest_s > 0 else None

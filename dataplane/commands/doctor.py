@@ -200,12 +200,12 @@ def _examine(
 def _check_security(settings: Settings, *, as_json: bool) -> int:
     from dataplane.commands import doctor_checks, doctor_security
 
-    found = doctor_security.checks(settings)
+    checks = doctor_security.checks(settings)
     if as_json:
-        output.write_json({"checks": [dataclasses.asdict(one) for one in found]})
+        output.write_json({"checks": [dataclasses.asdict(check) for check in checks]})
     else:
-        output.write_table(("check", "found", "advice"), doctor_checks.lines(found), "security")
-    is_wrong = any(one.advice and not one.may_stay for one in found)
+        output.write_table(("check", "found", "advice"), doctor_checks.lines(checks), "security")
+    is_wrong = any(check.advice and not check.may_stay for check in checks)
     return output.EXIT_BAD_DATA if is_wrong else output.EXIT_OK
 
 
@@ -265,8 +265,8 @@ def _looked_at(
     manifest = opened(urls, format_name, workers, config)
     indexing_s = time.monotonic() - began
     probe = doctor_checks.probe(manifest, config.fetch_count)
-    found = [*doctor_checks.environment(config, manifest), *disk(config)]
-    found.append(doctor_checks.storage(probe))
+    checks = [*doctor_checks.environment(config, manifest), *disk(config)]
+    checks.append(doctor_checks.storage(probe))
     sizes = BlockSizes.of(manifest.block_rows, manifest.block_decoded)
     shuffle = shuffle_of(sizes, job.lanes, job.window)
     at = doctor_run.TrialSetup(
@@ -282,7 +282,7 @@ def _looked_at(
         is_shuffled=job.shuffle,
         is_compressed=not manifest.shards.zero_copy.all(),
     )
-    return at, found, indexing_s
+    return at, checks, indexing_s
 
 
 @contextlib.contextmanager
@@ -368,12 +368,12 @@ def _show(done: Trial, bound: Bound | None, first: FirstBatch) -> None:
 
 
 def _as_json(
-    found: list[Any], done: Trial, bound: Bound | None, told: list[str], first: FirstBatch
+    checks: list[Any], done: Trial, bound: Bound | None, told: list[str], first: FirstBatch
 ) -> dict[str, object]:
     from dataplane.commands import doctor_run
 
     return {
-        "checks": [dataclasses.asdict(one) for one in found],
+        "checks": [dataclasses.asdict(check) for check in checks],
         "bound": None
         if bound is None
         else {

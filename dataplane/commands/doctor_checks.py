@@ -91,13 +91,13 @@ def _ranks() -> Check:
 
 def _processors(config: NodeConfig) -> Check:
     count, installed = this_machine().cpu_count, os.cpu_count() or 1
-    found = f"{count} of {installed}" if count < installed else f"{count}"
-    found += f", {output.counted(config.worker_count, 'worker')}"
+    shown = f"{count} of {installed}" if count < installed else f"{count}"
+    shown += f", {output.counted(config.worker_count, 'worker')}"
     if config.worker_count > count:
         return Check(
-            "processors", found, f"worker_count {count}: more workers would only share processors"
+            "processors", shown, f"worker_count {count}: more workers would only share processors"
         )
-    return Check("processors", found)
+    return Check("processors", shown)
 
 
 def _memory(config: NodeConfig) -> Check:
@@ -107,14 +107,14 @@ def _memory(config: NodeConfig) -> Check:
         + config.delivery_bytes_per_rank
         + config.worker_count * _WORKER_BYTES
     )
-    found = (
+    shown = (
         f"{output.approximate_bytes(memory)} for this process, "
         f"{output.approximate_bytes(min(free, memory))} free; a node with one rank takes up to "
         f"{output.approximate_bytes(needed)}"
     )
     if needed > min(free, memory):
-        return Check("memory", found, "lower block_arena_bytes, or delivery_bytes_per_rank")
-    return Check("memory", found)
+        return Check("memory", shown, "lower block_arena_bytes, or delivery_bytes_per_rank")
+    return Check("memory", shown)
 
 
 def huge_pages(mode: str) -> Check:
@@ -141,10 +141,10 @@ def _descriptors(manifest: Manifest) -> Check:
     # soft limit.
     mapped = int(manifest.shards.urls.starting_with(FILE_PREFIX.encode()).sum())
     needed = 2 * mapped + _DESCRIPTORS_SPARE
-    found = f"{soft:,} at once, {hard:,} at most"
+    shown = f"{soft:,} at once, {hard:,} at most"
     if hard != resource.RLIM_INFINITY and hard < needed:
-        return Check("open files", found, f"ulimit -Hn {needed}, or fewer and larger shards")
-    return Check("open files", found)
+        return Check("open files", shown, f"ulimit -Hn {needed}, or fewer and larger shards")
+    return Check("open files", shown)
 
 
 def probe(manifest: Manifest, fetch_count: int) -> Probe:
@@ -172,15 +172,15 @@ def _place(manifest: Manifest, block: int) -> _Place:
 
 def _some(manifest: Manifest, blocks: Blocks, count: int, start: int) -> list[_Place]:
     step = max(len(blocks) // count, 1)
-    found: list[_Place] = []
+    places: list[_Place] = []
     size = 0
     for block in blocks[min(start, len(blocks) - 1) :: step].tolist():
         place = _place(manifest, block)
-        if found and size + place[2] > _PROBE_BYTES_MAX:
+        if places and size + place[2] > _PROBE_BYTES_MAX:
             break
-        found.append(place)
+        places.append(place)
         size += place[2]
-    return found[:count]
+    return places[:count]
 
 
 def _rate(places: list[_Place], reads: int) -> float:
@@ -199,13 +199,13 @@ def _read(place: _Place) -> float:
     return time.monotonic() - began
 
 
-def storage(found: Probe) -> Check:
+def storage(probe: Probe) -> Check:
     """Convert a probe to a check."""
-    if not found.bytes_per_s:
+    if not probe.bytes_per_s:
         return Check("storage", "nothing to read")
-    where = "local files" if found.is_local else "remote"
-    latency = f"{found.latency_s * 1e3:,.1f} ms to the first byte"
-    return Check("storage", f"{where}, {latency}, {found.bytes_per_s / 1e6:,.0f} MB/s")
+    where = "local files" if probe.is_local else "remote"
+    latency = f"{probe.latency_s * 1e3:,.1f} ms to the first byte"
+    return Check("storage", f"{where}, {latency}, {probe.bytes_per_s / 1e6:,.0f} MB/s")
 
 
 def lines(checks: Sequence[Check]) -> list[tuple[str, str, str]]:
@@ -235,11 +235,11 @@ def disk(config: NodeConfig) -> list[Check]:
     finally:
         folder.close()
     size = output.approximate_bytes
-    found = f"{size(config.cache_bytes)} for blocks in {folder.path}, and room for {size(room)}"
+    shown = f"{size(config.cache_bytes)} for blocks in {folder.path}, and room for {size(room)}"
     advice = "lower cache_bytes, or choose another disk with cache_dir"
-    return [Check("disk", found, advice if room < config.cache_bytes else "")]
+    return [Check("disk", shown, advice if room < config.cache_bytes else "")]
 
 
 def _taken(folder: Path) -> int:
     """Return the bytes that kept blocks take."""
-    return sum(sum(found.disk_bytes) for found in KeptFiles(str(folder)).scan())
+    return sum(sum(kept.disk_bytes) for kept in KeptFiles(str(folder)).scan())

@@ -63,19 +63,19 @@ def checks(settings: Settings) -> list[Check]:
 def _token(security: Security, state_dir: str) -> Check:
     if security.tokens is None or not security.tokens.first():
         return Check("token", f"none yet: the first coordinator creates {state_dir}/token")
-    found, told = security.tokens.current()[0], security.tokens.told
-    what = f"{len(found[0])} characters" if len(found) == 1 else f"{len(found)} tokens"
-    advice, path = [], Path(told)
-    if told.startswith("/") and (mode := stat.S_IMODE(path.stat().st_mode)) & 0o007:
+    tokens, origin = security.tokens.current()[0], security.tokens.told
+    what = f"{len(tokens[0])} characters" if len(tokens) == 1 else f"{len(tokens)} tokens"
+    advice, path = [], Path(origin)
+    if origin.startswith("/") and (mode := stat.S_IMODE(path.stat().st_mode)) & 0o007:
         what += f", mode {mode:04o}"
         advice.append(f"every user of this host can read it: chmod o-rwx {path}")
-    for number, (says, why) in enumerate((outline(one, time.time()) for one in found), 1):
-        line = f"line {number}: " if len(found) > 1 else ""
+    for number, (says, why) in enumerate((outline(token, time.time()) for token in tokens), 1):
+        line = f"line {number}: " if len(tokens) > 1 else ""
         what += f", {line}{says}" if says else ""
         advice += [f"{line}{why}"] if why else []
-    if len(found) > 1:
+    if len(tokens) > 1:
         advice.append("remove the old ones once every host has the new one")
-    return Check("token", f"{told}, {what}", "; ".join(advice))
+    return Check("token", f"{origin}, {what}", "; ".join(advice))
 
 
 def _listener(
@@ -117,35 +117,35 @@ def _neighbours(security: Security, wanted: str, *, peer_tls: bool, is_far: bool
         except ConfigError as error:
             return Check("neighbours", "a node does not start", str(error))
     elif not wanted and security.tls is not None and not security.insecure:
-        found = (
+        shown = (
             "none beyond this host: a node lends no blocks and makes no slabs for other nodes, "
             "since they would cross the network in plain text"
         )
         advice = "set peer_tls on all nodes, or data_listen to :0 to allow that, or to none"
-        return Check("neighbours", found, advice, may_stay=True)
+        return Check("neighbours", shown, advice, may_stay=True)
     where = "a free port" if wanted in ("", ":0") else wanted.removeprefix(":")
-    found = f"a node that joins over TCP lends blocks at {where}: to nodes with the key of the job"
+    shown = f"a node that joins over TCP lends blocks at {where}: to nodes with the key of the job"
     if peer_tls:
-        return Check("neighbours", f"{found}, with TLS")
+        return Check("neighbours", f"{shown}, with TLS")
     if not is_far and security.tls is None:
-        return Check("neighbours", f"{found}, in plain text within this host")
+        return Check("neighbours", f"{shown}, in plain text within this host")
     advice = (
         "anyone on the network can read blocks, and change them on their way: peer_tls, with "
         "tls_cert, tls_key and tls_ca on all nodes, encrypts them"
     )
-    return Check("neighbours", f"{found}, in plain text", advice)
+    return Check("neighbours", f"{shown}, in plain text", advice)
 
 
 def _neighbour_keys(path: Path) -> Check:
     """Check the coordinator's secret: the coordinator refuses to start if others can read it."""
     if not path.exists():
         return Check("neighbours' keys", f"none yet: the first coordinator creates {path}")
-    found = f"{path}, mode {stat.S_IMODE(path.stat().st_mode):04o}"
+    shown = f"{path}, mode {stat.S_IMODE(path.stat().st_mode):04o}"
     try:
         private_file.check(path)
     except ConfigError as error:
-        return Check("neighbours' keys", found, str(error))
-    return Check("neighbours' keys", found)
+        return Check("neighbours' keys", shown, str(error))
+    return Check("neighbours' keys", shown)
 
 
 def _certificates(security: Security) -> Iterator[Check]:
@@ -170,15 +170,19 @@ def _file_of_certificates(name: str, pem: bytes) -> Check:
     from cryptography import x509
 
     now, every = dt.datetime.now(dt.UTC), x509.load_pem_x509_certificates(pem)
-    ends = min(one.not_valid_after_utc for one in every)
-    found = [f"until {ends:%Y-%m-%d %H:%M} UTC", *(_uris(every[0]) if name == "tls_cert" else ())]
+    ends = min(certificate.not_valid_after_utc for certificate in every)
+    shown = [f"until {ends:%Y-%m-%d %H:%M} UTC", *(_uris(every[0]) if name == "tls_cert" else ())]
     if len(every) > 1:
-        found = [f"{len(every)} certificates", f"the first of them {found[0]}", *found[1:]]
-    late = [(one.subject.rfc4514_string(), why) for one in every if (why := _late(one, now))]
-    told = [f"{who if len(every) > 1 else 'it'} {why}" for who, why in late[:_TOLD_MAX]]
-    if len(late) > len(told):
-        told.append(f"and {len(late) - len(told)} more")
-    return Check(name, ", ".join(found), "; ".join(told))
+        shown = [f"{len(every)} certificates", f"the first of them {shown[0]}", *shown[1:]]
+    late = [
+        (certificate.subject.rfc4514_string(), why)
+        for certificate in every
+        if (why := _late(certificate, now))
+    ]
+    advice = [f"{who if len(every) > 1 else 'it'} {why}" for who, why in late[:_TOLD_MAX]]
+    if len(late) > len(advice):
+        advice.append(f"and {len(late) - len(advice)} more")
+    return Check(name, ", ".join(shown), "; ".join(advice))
 
 
 def _late(certificate: x509.Certificate, now: dt.datetime) -> str:
@@ -234,22 +238,22 @@ def _urls(security: Security) -> Check:
     if security.allowed_urls:
         return Check("allowed_urls", ", ".join(security.allowed_urls))
     advice = "list prefixes if trainers may not read all that the node's credentials can"
-    found = "every url, but no address of a cloud's metadata"
-    return Check("allowed_urls", found, advice, may_stay=True)
+    shown = "every url, but no address of a cloud's metadata"
+    return Check("allowed_urls", shown, advice, may_stay=True)
 
 
 def _functions(allowed: Sequence[str]) -> Check:
     if not allowed:
         return Check("allowed_functions", "none: a served node calls no functions of trainers")
     advice = [
-        f"{one} contains functions of Python itself, with which trainers can do anything that the "
-        "node's user can"
-        for one in allowed
-        if one.partition(":")[0].partition(".")[0] in _OF_PYTHON
+        f"{prefix} contains functions of Python itself, with which trainers can do anything that "
+        "the node's user can"
+        for prefix in allowed
+        if prefix.partition(":")[0].partition(".")[0] in _OF_PYTHON
     ]
     advice += [
-        f"{one} also allows all modules below it: end it with a colon"
-        for one in allowed
-        if ":" not in one
+        f"{prefix} also allows all modules below it: end it with a colon"
+        for prefix in allowed
+        if ":" not in prefix
     ]
     return Check("allowed_functions", ", ".join(allowed), "; ".join(advice))

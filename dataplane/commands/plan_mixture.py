@@ -55,11 +55,11 @@ def mixture_options(command: Callable[..., Any]) -> Callable[..., Any]:
     def chosen(*, sources: tuple[str, ...], urls: tuple[str, ...], **given: Any) -> Any:
         names = ("unit", "exhausted", "length", "temperature", "columns", "schedule")
         options = {name: given.pop(name) for name in names}
-        told = {name: value for name, value in options.items() if value not in (None, ())}
-        if bool(urls) == bool(sources) or (urls and told):
+        given_options = {name: value for name, value in options.items() if value not in (None, ())}
+        if bool(urls) == bool(sources) or (urls and given_options):
             what = "give the urls of one dataset, or --source NAME=URL,weight=… for each of several"
             raise ConfigError(what, field="source")
-        mixture = _asked(sources, told) if sources else None
+        mixture = _asked(sources, given_options) if sources else None
         return command(urls=urls, mixture=mixture, **given)
 
     made: Callable[..., Any] = chosen
@@ -133,7 +133,7 @@ def _scheduled(text: str) -> tuple[int, dict[str, float]]:
 
 
 def show_mixture(
-    asked: AskedMixture,
+    mixture: AskedMixture,
     settings: Settings,
     view: View,
     question: Question,
@@ -152,18 +152,18 @@ def show_mixture(
 
     if packs is not None:
         view = packs.view(view)
-    job, manifests = _opened(asked, settings, view, _job(question), format_name, workers)
+    job, manifests = _opened(mixture, settings, view, _job(question), format_name, workers)
     cluster = Cluster(question.dp_size, question.ranks_per_host)
     epoch = question.epoch
-    found = explain_mixture(job.spec, manifests, cluster, epoch)
-    found = dataclasses.replace(found, warnings=(*job.advice, *found.warnings))
+    explanation = explain_mixture(job.spec, manifests, cluster, epoch)
+    explanation = dataclasses.replace(explanation, warnings=(*job.advice, *explanation.warnings))
     if as_json:
-        output.write_json(dataclasses.asdict(found))
+        output.write_json(dataclasses.asdict(explanation))
         return
-    output.write_table(("", "", ""), _lines(found))
+    output.write_table(("", "", ""), _lines(explanation))
     output.stdout().print()
-    for change in found.changes:
-        shares = zip(found.sources, change.shares, strict=True)
+    for change in explanation.changes:
+        shares = zip(explanation.sources, change.shares, strict=True)
         said = ", ".join(f"{source.name} {share:.2%}" for source, share in shares)
         text = f"from step {change.step:,} on, at sample {change.position:,}: {said}"
         output.stdout().print(text, markup=False, soft_wrap=True)
@@ -171,15 +171,15 @@ def show_mixture(
         *("source", "asked", "got", "samples", "passes", "exhausted", "of the epoch"),
         *("window", "open windows"),
     )
-    rows = [_row(one, found.sample_count) for one in found.sources]
+    rows = [_row(source, explanation.sample_count) for source in explanation.sources]
     output.write_table(headings, rows, f"what epoch {epoch} has of each source")
-    show_host_counts(found.by_host_count, are_reads_counted=False)
-    for warning in found.warnings:
+    show_host_counts(explanation.by_host_count, are_reads_counted=False)
+    for warning in explanation.warnings:
         output.warn(warning)
 
 
 def _opened(
-    asked: AskedMixture,
+    mixture: AskedMixture,
     settings: Settings,
     view: View,
     job: OpenJob,
@@ -198,21 +198,23 @@ def _opened(
     from dataplane.transforms.options import only
 
     config, whole, views = node_config(settings), [], {}
-    for name, source in asked.mixture.sources.items():
+    for name, source in mixture.mixture.sources.items():
         views[name] = _view(view, source.own_options())
         if views[name].map:
             imported_map(views[name].map)  # from where the node will import it
         form, rows = source.format or format_name, rows_only(views[name])
         whole.append(opened((str(source.urls),), form, workers, config, rows))
-    config = structs.replace(config, allowed_functions=" ".join(one.map for one in views.values()))
-    urls = {name: one.urls for name, one in zip(views, whole, strict=True)}
-    columns = asked.columns if view.pack is None else (view.pack.column,)
+    config = structs.replace(config, allowed_functions=" ".join(own.map for own in views.values()))
+    urls = {name: manifest.urls for name, manifest in zip(views, whole, strict=True)}
+    columns = mixture.columns if view.pack is None else (view.pack.column,)
     session = own_session(
         replace(
             job,
-            source=DatasetSource(tuple(url for one in urls.values() for url in one), format_name),
+            source=DatasetSource(
+                tuple(url for of_source in urls.values() for url in of_source), format_name
+            ),
             spec=replace(job.spec, column_options=only(columns), view=view),
-            mixture=asked.mixture.asked(urls, views, format_name),
+            mixture=mixture.mixture.asked(urls, views, format_name),
         ),
         settings,
     )
@@ -222,14 +224,14 @@ def _opened(
         session.close()
     spec = opened_job.spec
     assert spec.mixture is not None
-    for one, manifest in zip(spec.mixture.sources, whole, strict=True):
-        if view.pack is None and one.fingerprint != manifest.fingerprint:
+    for mixed, manifest in zip(spec.mixture.sources, whole, strict=True):
+        if view.pack is None and mixed.fingerprint != manifest.fingerprint:
             raise DatasetChangedError(
-                f"the dataset of source {one.name!r} has changed since its manifest was made: index"
-                " it again",
+                f"the dataset of source {mixed.name!r} has changed since its manifest was made:"
+                " index it again",
                 shard=", ".join(manifest.urls),
                 expected=manifest.fingerprint,
-                found=one.fingerprint,
+                found=mixed.fingerprint,
             )
     if view.pack is None:
         return opened_job, whole
@@ -256,32 +258,32 @@ def _view(view: View, own: Mapping[str, Any]) -> View:
     return structs.replace(view, **mine)
 
 
-def _lines(found: MixtureExplanation) -> list[tuple[str, str, str]]:
+def _lines(explanation: MixtureExplanation) -> list[tuple[str, str, str]]:
     size = output.approximate_bytes
     lines = [
-        ("samples", f"{found.sample_count:,}", f"of {len(found.sources):,} sources"),
-        ("steps", f"{found.step_count:,}", "the same on every rank"),
-        ("dropped", f"{found.samples_dropped:,}", "samples after the last full batch"),
-        ("padded", f"{found.samples_padded:,}", "samples that are repeated"),
-        ("lanes", f"{found.lanes:,}", f"{found.lanes_per_rank:,} a rank"),
-        ("a round", f"{found.round_samples:,}", "samples; other weights begin with one"),
-        ("open windows", size(found.open_window_bytes_per_host), "of memory, per host"),
+        ("samples", f"{explanation.sample_count:,}", f"of {len(explanation.sources):,} sources"),
+        ("steps", f"{explanation.step_count:,}", "the same on every rank"),
+        ("dropped", f"{explanation.samples_dropped:,}", "samples after the last full batch"),
+        ("padded", f"{explanation.samples_padded:,}", "samples that are repeated"),
+        ("lanes", f"{explanation.lanes:,}", f"{explanation.lanes_per_rank:,} a rank"),
+        ("a round", f"{explanation.round_samples:,}", "samples; other weights begin with one"),
+        ("open windows", size(explanation.open_window_bytes_per_host), "of memory, per host"),
     ]
     return [line for line in lines if line[1] != "0"]
 
 
-def _row(one: SourcePlan, sample_count: int) -> tuple[object, ...]:
-    end = one.exhausted_position
+def _row(source: SourcePlan, sample_count: int) -> tuple[object, ...]:
+    end = source.exhausted_position
     return (
-        one.name,
-        f"{one.asked_share:.2%}",
-        f"{one.share:.2%}",
-        f"{one.samples:,} of {one.available:,}",
-        f"{one.passes:.2f}",
-        None if end is None else f"step {one.exhausted_step:,}",
+        source.name,
+        f"{source.asked_share:.2%}",
+        f"{source.share:.2%}",
+        f"{source.samples:,} of {source.available:,}",
+        f"{source.passes:.2f}",
+        None if end is None else f"step {source.exhausted_step:,}",
         None if end is None else f"{end / sample_count:.0%}",
-        f"{one.window:,}",
-        output.approximate_bytes(one.open_window_bytes_per_host),
+        f"{source.window:,}",
+        output.approximate_bytes(source.open_window_bytes_per_host),
     )
 
 

@@ -74,7 +74,7 @@ def _expect_file(name: str) -> None:
 
 def names_urls(target: Sequence[str]) -> bool:
     """Return whether these are urls or paths, and not the name of a job."""
-    return any("://" in one or exists(one) or _is_a_path(one) for one in target)
+    return any("://" in text or exists(text) or _is_a_path(text) for text in target)
 
 
 def _is_a_path(text: str) -> bool:
@@ -220,8 +220,8 @@ class StepAsked:
 
 
 def traced_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the argument and the options that name a job. The command is called with `asked`, a dict
-    of all of them.
+    """Add the argument and the options that name a job. The command gets them as keyword
+    arguments, which it passes to `traced` as one mapping.
     """
     options = (
         click.argument("target", nargs=-1, required=True, metavar="URL...|LEDGER|JOB"),
@@ -238,7 +238,7 @@ def traced_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--shuffle/--no-shuffle", default=None, help="With URL; default: shuffled."),
         click.option("--lanes", type=POSITIVE, help="With URL; default: from the dataset."),
         click.option("--window", type=POSITIVE, help="With URL; default: from the dataset."),
-        click.option("--end", type=click.Choice([one.value for one in End]),
+        click.option("--end", type=click.Choice([end.value for end in End]),
                      help="With URL; default: ragged."),
         format_option,
         view_options,
@@ -251,19 +251,19 @@ def traced_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def traced(settings: Settings, asked: Mapping[str, Any]) -> Traced:
+def traced(settings: Settings, options: Mapping[str, Any]) -> Traced:
     """Return the job that the command line names.
 
     Raises:  ConfigError: these arguments do not determine a job.  DatasetChangedError: the dataset
     is not the job's.  As a call of the coordinator, or as opening a dataset.
     """
-    target: tuple[str, ...] = asked["target"]
-    given = [name for name in _OF_URLS if asked[name] is not None]
-    given += ["where"] if asked["view"] != View() else []
+    target: tuple[str, ...] = options["target"]
+    given = [name for name in _OF_URLS if options[name] is not None]
+    given += ["where"] if options["view"] != View() else []
     if is_a_ledger(target):
         ledger = Ledger.from_lines(Path(target[0]).read_text(), target[0])
     elif names_urls(target):
-        return _of_urls(settings, asked)
+        return _of_urls(settings, options)
     elif len(target) == 1:
         ledger = live_ledger(settings, target[0])
     else:
@@ -274,45 +274,45 @@ def traced(settings: Settings, asked: Mapping[str, Any]) -> Traced:
             " already contains its value: leave the option out",
             job=target[0],
         )
-    return of_ledger(settings, asked, ledger)
+    return of_ledger(settings, options, ledger)
 
 
-def _of_urls(settings: Settings, asked: Mapping[str, Any]) -> Traced:
+def _of_urls(settings: Settings, options: Mapping[str, Any]) -> Traced:
     from dataplane.model.config import JobSpec
     from dataplane.plan.defaults import BlockSizes, Shuffle, shuffle_of
 
-    if asked["global_batch"] is None:
+    if options["global_batch"] is None:
         raise ConfigError(
             "--global-batch is needed for urls: the number of samples in a step, over all ranks",
             field="global_batch",
         )
-    if asked["data"]:
+    if options["data"]:
         raise ConfigError(
             "--data is for a ledger or a job, but the urls of the dataset were given: leave --data "
             "out"
         )
-    view = asked["view"]
-    manifest = _opened(settings, asked, asked["target"], asked["format_name"], view)
-    shuffle, is_shuffled = Shuffle(1, 1, 0), asked["shuffle"] is not False
+    view = options["view"]
+    manifest = _opened(settings, options, options["target"], options["format_name"], view)
+    shuffle, is_shuffled = Shuffle(1, 1, 0), options["shuffle"] is not False
     if is_shuffled:
         sizes = BlockSizes.of(manifest.block_rows, manifest.block_decoded)
-        shuffle = shuffle_of(sizes, asked["lanes"], asked["window"])
+        shuffle = shuffle_of(sizes, options["lanes"], options["window"])
     spec = JobSpec(
         manifest.fingerprint,
-        seed=asked["seed"] or 0,
+        seed=options["seed"] or 0,
         shuffle=is_shuffled,
         lanes=shuffle.lanes,
         window=shuffle.window,
-        global_batch=asked["global_batch"],
-        end=End(asked["end"] or End.RAGGED.value),
+        global_batch=options["global_batch"],
+        end=End(options["end"] or End.RAGGED.value),
         ramp=shuffle.ramp,
         view=view,
     )
     source = TracedSource("", manifest, view)
-    return Traced((source,), spec, asked["dp_size"] or 1, None)
+    return Traced((source,), spec, options["dp_size"] or 1, None)
 
 
-def of_ledger(settings: Settings, asked: Mapping[str, Any], ledger: Ledger) -> Traced:
+def of_ledger(settings: Settings, options: Mapping[str, Any], ledger: Ledger) -> Traced:
     """Return the job of this ledger.
 
     Raises:  As `traced`.
@@ -321,7 +321,7 @@ def of_ledger(settings: Settings, asked: Mapping[str, Any], ledger: Ledger) -> T
 
     mixture, whole = ledger.spec.mixture, []
     if mixture is None:
-        urls = asked["data"] or ledger.urls
+        urls = options["data"] or ledger.urls
         if not urls:
             raise ConfigError(
                 f"the ledger of job {ledger.job_id!r} has no urls of its dataset: pass --data URL",
@@ -330,17 +330,17 @@ def of_ledger(settings: Settings, asked: Mapping[str, Any], ledger: Ledger) -> T
         places = [SourceUrls("", tuple(urls), ledger.format)]
         known = [(ledger.spec.fingerprint, ledger.spec.view)]
     else:
-        places = _places(ledger, asked["data"])
+        places = _places(ledger, options["data"])
         known = [(source.fingerprint, source.view) for source in mixture.sources]
     for place, (_, view) in zip(places, known, strict=True):
-        form = asked["format_name"] or place.format
-        whole.append(_opened(settings, asked, place.urls, form, rows_only(view)))
-    _check(whole, [fingerprint for fingerprint, _ in known], ledger, asked)
+        form = options["format_name"] or place.format
+        whole.append(_opened(settings, options, place.urls, form, rows_only(view)))
+    _check(whole, [fingerprint for fingerprint, _ in known], ledger, options)
     sources = [
         _source(settings, ledger.spec, place.name, manifest, view)
         for place, manifest, (_, view) in zip(places, whole, known, strict=True)
     ]
-    dp_size = asked["dp_size"] or ledger.dp_size
+    dp_size = options["dp_size"] or ledger.dp_size
     reached = ledger.epoch, ledger.cursor
     return Traced(tuple(sources), ledger.spec, dp_size, reached, ledger)
 
@@ -365,20 +365,20 @@ def _places(ledger: Ledger, given: Sequence[str]) -> list[SourceUrls]:
     """
     assert ledger.spec.mixture is not None
     names = [source.name for source in ledger.spec.mixture.sources]
-    found = {place.name: place for place in ledger.sources}
+    places = {place.name: place for place in ledger.sources}
     named: dict[str, list[str]] = {}
-    for one in given:
-        name, mark, url = one.partition("=")
+    for text in given:
+        name, mark, url = text.partition("=")
         if not mark or name not in names:
             raise ConfigError(
-                f"--data {one}: job {ledger.job_id!r} mixes {', '.join(names)}; give NAME=URL",
+                f"--data {text}: job {ledger.job_id!r} mixes {', '.join(names)}; give NAME=URL",
                 job=ledger.job_id,
             )
         named.setdefault(name, []).append(url)
     for name, urls in named.items():
-        form = found[name].format if name in found else ""
-        found[name] = SourceUrls(name, tuple(urls), form)
-    missing = [name for name in names if name not in found]
+        form = places[name].format if name in places else ""
+        places[name] = SourceUrls(name, tuple(urls), form)
+    missing = [name for name in names if name not in places]
     if missing:
         raise ConfigError(
             f"job {ledger.job_id!r} mixes {', '.join(names)}, and its ledger contains no urls of"
@@ -386,14 +386,14 @@ def _places(ledger: Ledger, given: Sequence[str]) -> list[SourceUrls]:
             " loader.ledger() returned",
             job=ledger.job_id,
         )
-    return [found[name] for name in names]
+    return [places[name] for name in names]
 
 
 def _check(
     manifests: Sequence[Manifest],
     fingerprints: Sequence[str],
     ledger: Ledger,
-    asked: Mapping[str, Any],
+    options: Mapping[str, Any],
 ) -> None:
     """Check that these are the datasets of the job, possibly at other urls."""
     from dataplane.node.datasets import mixed_identity
@@ -401,14 +401,15 @@ def _check(
 
     if [manifest.fingerprint for manifest in manifests] == list(fingerprints):
         return
-    each, known = [identity_of(one.whole or one) for one in manifests], ledger.dataset
-    found = each[0] if ledger.spec.mixture is None else mixed_identity(each)
-    if known is not None and found.content == known.content:
+    identities = [identity_of(manifest.whole or manifest) for manifest in manifests]
+    known = ledger.dataset
+    opened = identities[0] if ledger.spec.mixture is None else mixed_identity(identities)
+    if known is not None and opened.content == known.content:
         return
     samples = sum(manifest.sample_count for manifest in manifests)
     is_alike = len(manifests) > 1 or samples == ledger.sample_count
-    if is_alike and (known is None or found.layout == known.layout):
-        if asked["dataset_moved"]:
+    if is_alike and (known is None or opened.layout == known.layout):
+        if options["dataset_moved"]:
             return
         advice = "pass --dataset-moved if you know that it was only copied"
         raise DatasetChangedError(
@@ -417,7 +418,9 @@ def _check(
         )
     if ledger.spec.mixture is not None:
         pairs = zip(ledger.spec.mixture.sources, manifests, strict=True)
-        names = [source.name for source, one in pairs if source.fingerprint != one.fingerprint]
+        names = [
+            source.name for source, manifest in pairs if source.fingerprint != manifest.fingerprint
+        ]
         raise DatasetChangedError(
             f"these are not the datasets of job {ledger.job_id!r}: {', '.join(names)} may have "
             "other shards, sizes or blocks. Pass the url of the job's dataset with --data NAME=URL"
@@ -432,7 +435,7 @@ def _check(
 
 def _opened(
     settings: Settings,
-    asked: Mapping[str, Any],
+    options: Mapping[str, Any],
     urls: Sequence[str],
     format_name: str,
     view: View,
@@ -440,7 +443,7 @@ def _opened(
     from dataplane.commands.datasets import opened
     from dataplane.settings import node_config
 
-    return opened(urls, format_name, asked["workers"], node_config(settings), view)
+    return opened(urls, format_name, options["workers"], node_config(settings), view)
 
 
 def split_row(name: str) -> tuple[str, int]:
@@ -461,10 +464,10 @@ def live_ledger(settings: Settings, job: str) -> Ledger:
     """
     from dataplane.rpc.membership import LedgerRequest
 
-    found = asked_coordinator(settings, lambda client: client.ledger(LedgerRequest(job)))
+    answer = asked_coordinator(settings, lambda client: client.ledger(LedgerRequest(job)))
     return Ledger(
-        found.job_id, found.urls, found.spec, found.sample_count, found.dp_size, found.format,
-        found.epoch, found.cursor, found.identity, entries=found.entries,
+        answer.job_id, answer.urls, answer.spec, answer.sample_count, answer.dp_size, answer.format,
+        answer.epoch, answer.cursor, answer.identity, entries=answer.entries,
     )  # fmt: skip
 
 

@@ -60,14 +60,14 @@ class Gaps(Struct, frozen=True):
 
     def pieces(self, first: int, stop: int) -> list[Range]:
         """Return the positions with the live indices from `first` to `stop`, as ranges."""
-        found: list[Range] = []
+        ranges: list[Range] = []
         while first < stop:
             begin = self.place(first)
             gap = next((gap for gap, _ in self.ranges if gap > begin), None)
             end = begin + stop - first if gap is None else min(begin + stop - first, gap)
-            found.append((begin, end))
+            ranges.append((begin, end))
             first += end - begin
-        return found
+        return ranges
 
     def _before(self, position: int) -> Iterator[Range]:
         return (each for each in self.ranges if each[0] < position)
@@ -305,7 +305,7 @@ def skip_payload(skip: Skip, spec: JobSpec, dataset: DatasetIdentity) -> str:
 
 def tombstone_payload(rows: Iterable[Tombstone], spec: JobSpec, dataset: DatasetIdentity) -> str:
     """Return the payload of an entry that removes these rows."""
-    facts: dict[str, Any] = {"rows": [one.numbers for one in rows]}
+    facts: dict[str, Any] = {"rows": [row.numbers for row in rows]}
     if spec.mixture is not None:
         facts["sources"] = [source.name for source in spec.mixture.sources]
     return canonical({**facts, "layout": rows_layout(spec, dataset)})
@@ -313,7 +313,7 @@ def tombstone_payload(rows: Iterable[Tombstone], spec: JobSpec, dataset: Dataset
 
 def quarantine_payload(rows: Iterable[ReplacedRow]) -> str:
     """Return the payload of an entry that names rows which cannot be decoded."""
-    return canonical({"rows": [msgspec.to_builtins(one) for one in rows]})
+    return canonical({"rows": [msgspec.to_builtins(row) for row in rows]})
 
 
 def quarantined_rows(entry: LedgerEntry) -> list[tuple[str, int]]:
@@ -322,7 +322,7 @@ def quarantined_rows(entry: LedgerEntry) -> list[tuple[str, int]]:
     Raises:  ConfigError: the entry is damaged.
     """
     try:
-        return [(str(one["url"]), int(one["row"])) for one in facts_of(entry)["rows"]]
+        return [(str(row["url"]), int(row["row"])) for row in facts_of(entry)["rows"]]
     except (KeyError, TypeError, ValueError) as error:
         raise _damaged(entry) from error
 
@@ -343,7 +343,7 @@ def weights_entry(
     """
     pairs = itertools.zip_longest(before.changes, after.changes)
     differing = next((pair for pair in pairs if pair[0] != pair[1]), after.changes[:1])
-    place = min(each.place for each in differing if each is not None)
+    place = min(change.place for change in differing if change is not None)
     changes = [
         [*change.place, _shares_by_name(change, names)]
         for change in after.changes
@@ -389,7 +389,7 @@ def _holding(
         name, value = holds_for[entry.kind]
         return bool(facts_of(entry).get(name) == value)
 
-    return tuple(one for one in some if (last is None or one.seq <= last) and holds(one))
+    return tuple(entry for entry in some if (last is None or entry.seq <= last) and holds(entry))
 
 
 def changes_at(
@@ -414,13 +414,13 @@ def changes_at(
 
 
 def check_unchanged(
-    job_id: str, known: tuple[LedgerEntry, ...], found: tuple[LedgerEntry, ...]
+    job_id: str, known: tuple[LedgerEntry, ...], now: tuple[LedgerEntry, ...]
 ) -> None:
     """Check that a member that joins again gets the changes that it had.
 
     Raises:  ConfigError: the job has a change now that was made after the member began.
     """
-    if changes_of(known) != changes_of(found):
+    if changes_of(known) != changes_of(now):
         raise ConfigError(
             f"steps or rows of job {job_id!r} were removed (`dataplane ledger show` lists them) "
             "while this rank was away, and the rank began without these changes: stop this launch, "
@@ -455,7 +455,7 @@ def mix_of_entry(entry: LedgerEntry) -> MixAt:
     Raises:  ConfigError: the entry is damaged.
     """
     try:
-        weights = {str(name): float(one) for name, one in facts_of(entry)["weights"].items()}
+        weights = {str(name): float(weight) for name, weight in facts_of(entry)["weights"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _damaged(entry) from error
     return MixAt(entry.seq, entry.position, tuple(weights.items()))
@@ -477,10 +477,10 @@ def number_of(entry: LedgerEntry, name: str, least: int) -> int:
 
     Raises:  ConfigError: the entry is damaged.
     """
-    found = facts_of(entry).get(name, least)
-    if not isinstance(found, int) or found < least:
+    number = facts_of(entry).get(name, least)
+    if not isinstance(number, int) or number < least:
         raise _damaged(entry)
-    return found
+    return number
 
 
 def facts_of(entry: LedgerEntry) -> dict[str, Any]:

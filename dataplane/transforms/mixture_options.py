@@ -245,23 +245,25 @@ def _schedule(names: Sequence[str], given: object) -> tuple[ScheduledWeights, ..
     advice = 'give [(1000, {"web": 0.6, "code": 0.4}), …], with rising steps from 1 on'
     if isinstance(given, str | Mapping) or not isinstance(given, Iterable):
         raise ConfigError(f"schedule={given!r:.80}: {advice}", field="schedule")
-    found: list[ScheduledWeights] = []
-    for each in given:
-        if len(found) == min(_ENTRIES_MAX, _SCHEDULED_MAX // len(names)):
+    schedule: list[ScheduledWeights] = []
+    for entry in given:
+        if len(schedule) == min(_ENTRIES_MAX, _SCHEDULED_MAX // len(names)):
             raise ConfigError(
-                f"a schedule of more than {len(found)} entries for {len(names)} sources is too"
+                f"a schedule of more than {len(schedule)} entries for {len(names)} sources is too"
                 f" long: at most {_ENTRIES_MAX} entries and {_SCHEDULED_MAX} weights are allowed."
                 " Change weights less often",
                 field="schedule",
             )
-        if not isinstance(each, Sequence) or isinstance(each, str) or len(each) != _PAIR:
-            raise ConfigError(f"schedule: invalid entry {each!r:.80}: {advice}", field="schedule")
-        step, least = whole(each[0]), found[-1].step + 1 if found else 1
+        if not isinstance(entry, Sequence) or isinstance(entry, str) or len(entry) != _PAIR:
+            raise ConfigError(f"schedule: invalid entry {entry!r:.80}: {advice}", field="schedule")
+        step, least = whole(entry[0]), schedule[-1].step + 1 if schedule else 1
         if step is None or not least <= step <= _STEP_MAX:
-            after = f" after step {found[-1].step}" if found else ""
-            raise ConfigError(f"schedule: step {each[0]!r:.80}{after}: {advice}", field="schedule")
-        found.append(ScheduledWeights(step, weights_of(names, each[1], f"schedule, step {step}")))
-    return tuple(found)
+            after = f" after step {schedule[-1].step}" if schedule else ""
+            raise ConfigError(f"schedule: step {entry[0]!r:.80}{after}: {advice}", field="schedule")
+        schedule.append(
+            ScheduledWeights(step, weights_of(names, entry[1], f"schedule, step {step}"))
+        )
+    return tuple(schedule)
 
 
 def _source(name: object, given: object) -> Source:
@@ -280,7 +282,7 @@ def _column(given: object) -> str:
 
 
 def _choice(field: str, given: object, known: Any) -> Any:
-    values = {each.value: each for each in known}
+    values = {choice.value: choice for choice in known}
     if not isinstance(given, str) or given not in values:
         names = ", ".join(map(repr, values))
         raise ConfigError(f"{field}={given!r:.80}: choose one of {names}", field=field)
@@ -288,11 +290,11 @@ def _choice(field: str, given: object, known: Any) -> Any:
 
 
 def _count(field: str, given: object, most: int, whose: str = "") -> int:
-    found = 0 if given is None else whole(given)
-    if found is None or not (given is None or 1 <= found <= most):
+    count = 0 if given is None else whole(given)
+    if count is None or not (given is None or 1 <= count <= most):
         said = f"{whose}{field}={given!r:.80}: pass a whole number from 1 to {most}"
         raise ConfigError(said, field=field)
-    return found
+    return count
 
 
 def _counted(length: object, unit: MixUnit) -> object:
@@ -325,12 +327,12 @@ def _check_number(name: str, field: str, value: object, where: str = "") -> None
     if value is None and not where:
         return
     # numpy's numbers are accepted, too.
-    found, least = math.nan, 0 if field == "weight" else 5e-324
+    number, least = math.nan, 0 if field == "weight" else 5e-324
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         with contextlib.suppress(OverflowError):
-            found = float(value)
+            number = float(value)
     most = _PASSES_MAX if field == "passes" else math.inf
-    if math.isfinite(found) and least <= found <= most:
+    if math.isfinite(number) and least <= number <= most:
         return
     whose = f"{where}: " if where else ""
     whose += f"source {name!r}: " if name else ""
