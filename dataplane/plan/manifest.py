@@ -68,7 +68,7 @@ def unsealed(content: Buffer, name: str) -> memoryview:
 def damaged(name: str, expected: str, found: str, offset: int = 0) -> CorruptShard:
     """Return the error for a manifest that is damaged."""
     return CorruptShard(
-        f"{name} is not an intact manifest: expected {expected}, found {found}."
+        f"{name} is damaged, or is not a manifest: expected {expected}, found {found}."
         " Index the dataset again",
         shard=name,
         offset=offset,

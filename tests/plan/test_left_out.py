@@ -385,7 +385,7 @@ def test_rows_of_a_condition_need_their_numbers_and_one_that_is_left():
     whole, rows = manifest_of([[3], [4, 2]]), tuple(Tombstone(1, row) for row in (1, 3, 4))
     limited = whole.viewed(np.array([3, 3, 0]))
     chosen = JobSpec("f", view=View(where="x > 0"))
-    with pytest.raises(ConfigError, match="row 1 of shard 1 was taken out, and the ledger does"):
+    with pytest.raises(ConfigError, match="row 1 of shard 1 was taken out, but the ledger does"):
         check_tombstones(chosen, (limited,), rows)
     numbered = tuple(Tombstone(1, row, 0, row) for row in range(3))
     with pytest.raises(ConfigError, match="all rows that the view has of a block of mem://part-1"):

@@ -399,18 +399,20 @@ def test_a_file_and_a_link_to_it_are_refused_together(
 ) -> None:
     link(root / "web.parquet", root / "again.parquet")
     assert names(root, "again.parquet", "train-*.parquet")[0] == "again.parquet"
-    with pytest.raises(ConfigError, match=r"again.parquet and .*web.parquet are one file.*Mixture"):
+    with pytest.raises(
+        ConfigError, match=r"again.parquet and .*web.parquet are the same .*Mixture"
+    ):
         names(root, *sorted(urls))
 
 
 def test_a_folder_and_a_link_to_it_are_refused_together(root: Path) -> None:
     (root / "latest").symlink_to(root / "date=2")
     with pytest.raises(
-        ConfigError, match=r"date=2/part\.parquet and .*latest/part\.parquet are one"
+        ConfigError, match=r"date=2/part\.parquet and .*latest/part\.parquet are the same file"
     ):
         names(root, "")
     assert names(root, "latest") == ["latest/part.parquet"]
-    with pytest.raises(ConfigError, match="are one file"):
+    with pytest.raises(ConfigError, match="are the same file"):
         names(root, "date=2", "latest")
 
 
