@@ -122,7 +122,7 @@ class Watchdog:
             self._thread = None
 
     def statistics(self) -> LoopHolds:
-        """The holds so far."""
+        """Return how often the loop was held so far, and its longest hold."""
         return self._seen
 
     def _timed(

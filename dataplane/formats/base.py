@@ -118,9 +118,9 @@ class Format(Protocol):
     def decode(self, block: RawBlock, schema: pa.Schema, columns: Sequence[str]) -> pa.RecordBatch:
         """Return the block's rows with exactly the top-level `columns` of `schema`, in that order.
 
-        `schema` is the dataset's; a column that this shard lacks, or has with another type, is a
-        SchemaMismatch. Buffers are validated (`validate(full=True)`) when they came from outside
-        unchecked.
+        `schema` is the dataset's. Buffers that come unchecked from outside are validated with
+        `validate(full=True)`.
 
-        Raises:  CorruptShard: shard, offset, expected, found.
+        Raises:  CorruptShard: shard, offset, expected, found.  SchemaMismatch: this shard lacks a
+                 column, or has it with another type.
         """

@@ -72,7 +72,7 @@ def _shard_frame(key: str, index: ShardIndex, schema_name: str) -> bytes:
 
 
 def frame(facts: Mapping[str, object], body: bytes) -> bytes:
-    """Make a frame of a log from facts, which are plain values, and bytes."""
+    """Return a frame of a log that contains `facts`, as JSON, and `body`."""
     header = json.dumps(facts, separators=(",", ":")).encode()
     payload = _HEADER.pack(len(header)) + header + body
     return _FRAME.pack(len(payload), google_crc32c.value(payload)) + payload

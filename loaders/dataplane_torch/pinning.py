@@ -150,7 +150,7 @@ def _give_back_dead(device: Device, dead: queue.SimpleQueue[Release | None]) -> 
 
 
 def _gave_back(device: Device, dead: queue.SimpleQueue[Release | None]) -> bool:
-    """Wait for dead slabs and release them; False after the last round."""
+    """Wait for slabs to be dead, and release them. Return False if `dead` ended with None."""
     releases: list[Release] = []
     ends = False
     while not ends and not (releases and dead.empty()):

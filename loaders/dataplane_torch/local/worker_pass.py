@@ -5,7 +5,7 @@ Invariants:
    batch is yielded as soon as it is ready.
 2. At most prefetch_factor batches per worker are in progress or waiting to be taken.
 3. A pass's state covers exactly the batches that it has yielded.
-4. The memory of a parcel is taken once: it is unpacked or discarded.
+4. Each parcel is either unpacked or discarded, once, so that its memory is released.
 5. Threads take turns. If a signal handler raises while a pass waits, nothing changes. If it raises
    elsewhere, the pass is torn, and yields no more batches; the next pass is not affected.
 """
