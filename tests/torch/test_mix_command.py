@@ -141,7 +141,7 @@ def test_a_step_can_be_named_and_the_next_epoch_and_a_job_that_nobody_reads(
         steps = [[next(one)["id"].tolist() for one in passes] for _ in range(3)]
         state = saved(loaders[0])
         said = command("mix", "k", *weights(THIRD), "--at-step", "1", status=2)
-        assert "has begun step 1 of epoch 0, or its batches are made already" in said
+        assert "has begun step 1 of epoch 0, or its batches are already made" in said
         told = command("mix", "k", *weights(THIRD), "--at-step", "30")
         assert told["entry"]["position"] == {"epoch": 0, "cursor": 30 * BATCH}
         # Of the first step of the next epoch, and of one behind the last of this.

@@ -276,7 +276,7 @@ def test_columns_with_nulls_are_refused_together_before_the_first_batch(tmp_path
     order = {"batch_size": 6, "columns": ["cls", "id", "inx"]}
     with (
         DataLoader(str(tmp_path), **order) as loader,
-        pytest.raises(ConfigError, match=rf"2 columns: .*1\.{suffix}\).*none: pass") as told,
+        pytest.raises(ConfigError, match=rf"2 columns: .*1\.{suffix}\).*nulls: pass") as told,
     ):
         len(loader)
     assert 'fill_null={"id": 0, "inx": 0}' in str(told.value)
@@ -472,7 +472,7 @@ def test_a_type_that_pyarrow_has_no_arrays_of_is_refused_by_name_and_can_be_left
 
 def test_a_time_that_nanoseconds_cannot_hold_is_refused_also_by_a_condition(data_dir: Path) -> None:
     path = str(data_dir / "odd" / "int96-year-9999.parquet")
-    refusal = r"row 1 of block 0: column 'end' has 9999-12-31T00:00:00, and INT96"
+    refusal = r"row 1 of block 0: column 'end' has 9999-12-31T00:00:00, but INT96"
     for options in ({}, {"where": "end > '2020-01-01'"}, {"where": "end < '2000-01-01'"}):
         with (
             DataLoader(path, batch_size=2, **options) as loader,
