@@ -219,7 +219,7 @@ def test_packs_of_a_view_have_only_its_rows(tmp_path: Path) -> None:
         ({"pack": Pack("tokens", 1 << 20, "wrap")}, "shorter length"),
         ({"pack": Pack("tokens", SIZE), "fill_null": 0}, "to fill nulls, write a map="),
         ({"pack": Pack("tokens", SIZE, "first_fit")}, "best_fit, wrap"),
-        ({"pack": Pack("tokens", SIZE, pad_value=1 << 40)}, "no int32"),
+        ({"pack": Pack("tokens", SIZE, pad_value=1 << 40)}, "does not fit into int32"),
         ({"pack": Pack("tokens", SIZE, outputs=["mask"])}, "choose from position_ids"),
         ({"pack": Pack("tokens", SIZE, loss_mask="msk")}, "no column 'msk'"),
         ({"pack": Pack("tokens", SIZE, loss_mask="tokens")}, "name another column"),
