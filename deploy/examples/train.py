@@ -117,7 +117,9 @@ def main():
             if ends:
                 loader.close()
                 dist.destroy_process_group()
-                sys.exit(TRY_AGAIN)
+                # At once: SIGKILL is near, and threads of libraries may hold up a normal exit.
+                sys.stdout.flush()
+                os._exit(TRY_AGAIN)
             if training.step == given.steps:
                 break
     loader.close()

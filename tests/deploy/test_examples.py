@@ -40,14 +40,15 @@ def ranks(
 
 def ended(processes: list[WarmProcess]) -> tuple[list[int], str]:
     """The exit statuses, and what was printed."""
-    printed = ""
+    printed, statuses = "", []
     try:
         for process in processes:
             assert process.stdin is not None
             assert process.stdout is not None
             process.stdin.close()
+            statuses.append(process.wait(ANSWER_S))
             printed += process.stdout.read()
-        return [process.wait(ANSWER_S) for process in processes], printed
+        return statuses, printed
     finally:
         for process in processes:
             process.kill()
