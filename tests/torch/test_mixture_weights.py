@@ -320,7 +320,7 @@ def test_ranks_that_were_given_other_weights_are_refused(folder: Path) -> None:
         ({**FIRST, "web": None}, "0 or more"),
         ({**FIRST, "web": float("inf")}, "0 or more"),
         (dict.fromkeys(FIRST, 0), "all weights are 0"),
-        ([0.5, 0.5], "are no weights"),
+        ([0.5, 0.5], "expected weights by source name"),
     ],
 )
 def test_weights_that_are_none_are_refused(folder: Path, given: Any, said: str) -> None:
