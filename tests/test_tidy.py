@@ -36,7 +36,7 @@ CRUMB_LINES_MAX = 80
 LEFT = {
     "docstrings": {"dataplane": 0, "loaders": 0, "benchmarks": 43, "tests": 184},
     "names": {"dataplane": 457, "loaders": 23, "benchmarks": 364, "tests": 2155},
-    "functions": {"dataplane": 39, "loaders": 0, "benchmarks": 5, "tests": 45},
+    "functions": {"dataplane": 38, "loaders": 0, "benchmarks": 5, "tests": 45},
     "crumbs": {"dataplane": 3, "loaders": 3},
 }
 

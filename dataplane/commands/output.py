@@ -90,9 +90,10 @@ def stderr() -> Console:
     return _console(sys.stderr)
 
 
-def write_json(value: object) -> None:
+def write_json(value: object, *, on_one_line: bool = False) -> None:
     """Write one JSON document to stdout. Values that JSON lacks are written as text."""
-    text = json.dumps(value, indent=2, default=str, ensure_ascii=False)
+    indent = None if on_one_line else 2
+    text = json.dumps(value, indent=indent, default=str, ensure_ascii=False)
     sys.stdout.write(printable(text, of_lines=True) + "\n")
 
 

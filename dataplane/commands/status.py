@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import os
-from collections.abc import Awaitable, Callable
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from datetime import UTC, datetime
 from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import click
@@ -25,7 +32,14 @@ from dataplane.commands.options import (
     security_given,
     setting_options,
 )
-from dataplane.model.errors import DataplaneError, PeerLost
+from dataplane.model.errors import (
+    AccessDenied,
+    ConfigError,
+    DataplaneError,
+    PeerLost,
+    VersionMismatch,
+)
+from dataplane.model.redact import redacted
 from dataplane.rpc.membership import (
     JobStatus,
     MemberStatus,
@@ -40,24 +54,41 @@ if TYPE_CHECKING:
 
 WATCH_PERIOD_S = 1.0
 PROBE_S = 10.0
+RANKS_MAX, NODES_MAX = 16, 8
+"""More members of jobs, or more nodes, are summed up: a status has to fit a screen."""
+_WORST_HOSTS, _WORST_NODES, _WORK_MAX = 4, 2, 2
 
-Ask = Callable[[], Awaitable[StatusResponse]]
+Fetch = Callable[[], Awaitable[StatusResponse]]
+Show = Callable[[StatusResponse | None, str], None]
+"""Shows a status, if there is a new one, and a line about the watching itself, "" for none."""
 
 
 @click.command("status")
 @click.argument("address", required=False)
 @click.option("--job", default="", metavar="ID", help="Only this job.")
+@click.option("--all", "whole", is_flag=True, help="Every rank and node, also of large jobs.")
 @click.option("--watch", is_flag=True, help="Refresh every second, until Ctrl-C.")
 @click.option("--node", "of_node", is_flag=True, help="Only whether this host's node answers.")
 @setting_options(*CLIENT_SETTINGS, "service")
 @json_option
 def status(
-    settings: Settings, *, address: str | None, job: str, watch: bool, of_node: bool, as_json: bool
+    settings: Settings,
+    *,
+    address: str | None,
+    job: str,
+    whole: bool,
+    watch: bool,
+    of_node: bool,
+    as_json: bool,
 ) -> None:
     """Show jobs, their ranks, and nodes; where blocks came from; and stores that do not answer.
 
     ADDRESS is the coordinator's address. The default is the setting `join`, or else `listen`: the
     coordinator on this machine.
+
+    Of more than 16 ranks or 8 nodes, it shows sums, medians, and those that waited most; --all and
+    --json show all of them. --watch also waits for a coordinator that is restarted. Into a pipe or
+    file it writes one status after another; with --json, each on a line of its own.
 
     --node asks the node that serves trainers of this user on this host, for probes: the exit status
     is 0 if it opens jobs, 1 if it answers but waits for its coordinator, 3 if it does not answer.
@@ -67,14 +98,13 @@ def status(
     Examples:
       dataplane status
       dataplane status head-node:7077 --watch
-      dataplane status --job pretrain-7 --json
+      dataplane status --job pretrain-7 --all
+      dataplane status --watch --json >> status.jsonl
       dataplane status --node --service head-node:7077
     """
-    if watch and as_json:
-        raise click.UsageError("--watch and --json exclude each other: choose one")
     if of_node:
-        if watch or as_json or job:
-            raise click.UsageError("--node excludes --job, --watch and --json")
+        if watch or as_json or job or whole:
+            raise click.UsageError("--node excludes --job, --all, --watch and --json")
         named = address or next(
             str(settings[name].value)
             for name in ("service", "join", "listen")
@@ -83,7 +113,19 @@ def status(
         click.get_current_context().exit(_probe(named))
     target = address or str(settings["join"].value or settings["listen"].value)
     security = security_given(settings, listens=False)
-    asyncio.run(_report(target, security, job, watch=watch, as_json=as_json))
+
+    def write(status: StatusResponse) -> None:
+        if as_json:
+            at = {"time": _now()} if watch else {}
+            output.write_json(at | msgspec.to_builtins(status), on_one_line=watch)
+            return
+        head = [Text(f"coordinator at {target}, {_now()}", style="bold")] if watch else []
+        output.stdout().print(*head, render(status, whole=whole), sep="\n")
+
+    # With FORCE_COLOR, rich takes a pipe for a terminal.
+    on_screen = sys.stdout.isatty() and not as_json and not output.stdout().is_dumb_terminal
+    view = (_on_screen(whole=whole) if on_screen else _in_lines(write)) if watch else None
+    asyncio.run(_report(target, security, job, write, view))
 
 
 def _probe(service: str) -> int:
@@ -114,71 +156,192 @@ def _probe(service: str) -> int:
 
 
 async def _report(
-    address: str, security: Security, job: str, *, watch: bool, as_json: bool
+    address: str,
+    security: Security,
+    job: str,
+    write: Callable[[StatusResponse], None],
+    view: AbstractContextManager[Show] | None,
 ) -> None:
     from dataplane.rpc.calls import CoordinatorClient
 
-    client = CoordinatorClient(address, security)
-
-    async def ask() -> StatusResponse:
-        return await client.status(StatusRequest(job))
-
+    client, request = CoordinatorClient(address, security), StatusRequest(job)
     try:
-        if watch:
-            await _watch(ask)
+        if view is None:
+            write(await client.status(request))
             return
-        status = await ask()
+        with view as show:
+            await _watch(lambda: client.status(request), show)
     finally:
         await client.close()
-    if as_json:
-        output.write_json(msgspec.to_builtins(status))
-    else:
-        output.stdout().print(render(status))
 
 
-async def _watch(ask: Ask) -> None:
-    with Live(console=output.stdout(), auto_refresh=False, screen=False) as live:
-        while True:
-            live.update(render(await ask()), refresh=True)
-            await asyncio.sleep(WATCH_PERIOD_S)
+async def _watch(fetch: Fetch, show: Show) -> None:
+    """Show the status every second until cancelled. Once there was an answer, the coordinator may
+    go away for any time, and may not know the job yet when it is back.
+
+    Raises:  DataplaneError: the first call failed; or a later one was refused.
+    """
+    status, lost_at, problem = await fetch(), 0.0, None
+    show(status, "")
+    while True:
+        await asyncio.sleep(WATCH_PERIOD_S)
+        before = status.coordinator_id
+        try:
+            status = await fetch()
+        except (AccessDenied, VersionMismatch):
+            raise
+        except (PeerLost, ConfigError) as error:
+            if problem is None:
+                lost_at = time.monotonic()
+            if problem is not type(error):
+                problem = type(error)
+                show(None, f"trying again every second: {redacted(str(error))}")
+            continue
+        line = ""
+        if problem is not None:
+            line = f"going on after {show_time(time.monotonic() - lost_at)}"
+            line += "" if status.coordinator_id == before else ": the coordinator was restarted"
+            problem = None
+        show(status, line)
 
 
-def render(status: StatusResponse) -> Group:
+@contextmanager
+def _on_screen(*, whole: bool) -> Iterator[Show]:
+    """Show the last status in one place of a terminal."""
+    shown: list[StatusResponse] = []
+    # If stderr is a file, rich must not write its lines to the terminal instead.
+    with Live(
+        console=output.stdout(), auto_refresh=False, redirect_stderr=sys.stderr.isatty()
+    ) as live:
+
+        def show(status: StatusResponse | None, line: str) -> None:
+            shown[:] = shown if status is None else [status]
+            above = [Text(printable(line), style="yellow")] if line else []
+            live.update(Group(*above, render(shown[0], whole=whole)), refresh=True)
+
+        yield show
+
+
+@contextmanager
+def _in_lines(write: Callable[[StatusResponse], None]) -> Iterator[Show]:
+    """Write each status to stdout, below the last one, and lines about the watching to stderr."""
+
+    def show(status: StatusResponse | None, line: str) -> None:
+        if line:
+            output.stderr().print(Text(f"{_now()} {printable(line)}"), soft_wrap=True)
+        if status is not None:
+            write(status)
+            sys.stdout.flush()
+
+    yield show
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def render(status: StatusResponse, *, whole: bool = False) -> Group:
     """Make tables of jobs, ranks and nodes, of where blocks came from and are kept, of slabs that
-    nodes make for others, and of stores that nodes wait for.
+    nodes make for others, and of stores that nodes wait for. Many ranks or nodes are summed up,
+    unless the status is to be `whole`.
     """
     jobs = output.table(
         ("job", "state", "launch", "ranks", "missing", "epoch", "done", "samples/s", "dataset"),
         [_job_row(job) for job in status.jobs],
         "jobs",
     )
-    ranks = output.table(
-        (
-            "job",
-            "dp rank",
-            "state",
-            "epoch",
-            "cursor",
-            "samples/s",
-            "waited s",
-            "bound by",
-            "lease s",
-            "node",
-            "ranks from",
-        ),
-        chain.from_iterable(_member_rows(job) for job in status.jobs),
-        "ranks",
+    has_many_ranks = sum(len(job.members) for job in status.jobs) > RANKS_MAX and not whole
+    has_many_nodes = len(status.nodes) > NODES_MAX and not whole
+    most = _WORK_MAX if has_many_nodes else None
+    tables = (
+        jobs,
+        _work(status.nodes, most),
+        _hosts(status) if has_many_ranks else _ranks(status),
+        *((_fleet(status.nodes),) if has_many_nodes else _of_nodes(status.nodes)),
+        _makers(status, most),
+        _away(status.nodes, most),
     )
     parts: list[Table | Text] = []
-    nodes, blocks, away = _of_nodes(status.nodes)
-    work = _work(status.nodes)
-    for table in (jobs, work, ranks, nodes, blocks, _held(status.nodes), _makers(status), away):
+    for table in tables:
         if table.row_count:
             parts += [table, Text()]
-    parts += [Text(line, style="dim") for line in _left_out(status)]
+    lines = _left_out(status)
+    if has_many_ranks:
+        lines = [*map(_bounds, filter(_present, status.jobs)), *lines]
+    if has_many_ranks or has_many_nodes:
+        lines.append("--all shows every rank and node")
+    parts += [Text(line, style="dim") for line in lines]
     about = printable(f"coordinator {status.coordinator_id}, dataplane {status.version}")
     parts.append(Text(about if parts else f"no jobs, no nodes; {about}", style="dim"))
     return Group(*parts)
+
+
+def _ranks(status: StatusResponse) -> Table:
+    """Make a table of all ranks."""
+    columns = (
+        *("job", "dp rank", "state", "epoch", "cursor", "samples/s", "waited s", "bound by"),
+        *("lease s", "node", "ranks from"),
+    )
+    return output.table(
+        columns, chain.from_iterable(_member_rows(job) for job in status.jobs), "ranks"
+    )
+
+
+def _hosts(status: StatusResponse) -> Table:
+    """Make a table that sums up the ranks of each job, and those of the hosts that waited most."""
+    hosts = {node.node_id: node.host for node in status.nodes}
+    of_jobs: list[tuple[object, ...]] = []
+    of_hosts: list[tuple[JobStatus, str, Sequence[MemberStatus]]] = []
+    for job in status.jobs:
+        ranks = _by_wait(job)
+        by_host: defaultdict[str, list[MemberStatus]] = defaultdict(list)
+        for member in ranks:
+            by_host[hosts.get(member.node_id) or member.node_id].append(member)
+        if ranks:
+            of_jobs.append(_sums_row(job, output.counted(len(by_host), "host"), ranks))
+        if len(by_host) > 1:
+            of_hosts += [(job, host, members) for host, members in by_host.items()]
+    worst = heapq.nlargest(_WORST_HOSTS, of_hosts, key=lambda row: row[2][-1].stall_s)
+    return output.table(
+        ("job", "of", "ranks", "median s", "bound by", "worst s", "bound by", "dp rank", "rate"),
+        [*of_jobs, *(_sums_row(*row) for row in worst)],
+        "how long ranks waited for data, and the hosts that waited most (rate in samples/s)",
+    )
+
+
+def _by_wait(job: JobStatus) -> list[MemberStatus]:
+    """Return a member of each rank, ordered by the time it waited. Several members of a rank are
+    DataLoader workers: the one that waited most counts.
+    """
+    members = sorted(_present(job), key=lambda member: member.stall_s)
+    ranks = {member.topology.rank: member for member in members}
+    return sorted(ranks.values(), key=lambda member: member.stall_s)
+
+
+def _sums_row(job: JobStatus, of: str, ranks: Sequence[MemberStatus]) -> tuple[object, ...]:
+    median, worst = ranks[len(ranks) // 2], ranks[-1]
+    return (
+        job.job_id,
+        of,
+        len(ranks),
+        median.stall_s,
+        median.bound or None,
+        worst.stall_s,
+        worst.bound or None,
+        worst.topology.dp_rank,
+        sum(_speeds(ranks).values()),
+    )
+
+
+def _bounds(job: JobStatus) -> str:
+    """Return how many ranks each stage bounds, and how many members are in which state."""
+    bounds = Counter(member.bound or "nothing yet" for member in _by_wait(job))
+    states = Counter(member.state for member in job.members)
+    by_stage, by_state = (
+        ", ".join(f"{count:,} {name}" for name, count in counts.most_common())
+        for counts in (bounds, states)
+    )
+    return printable(f"{job.job_id}: ranks bound by: {by_stage}; members: {by_state}")
 
 
 def _left_out(status: StatusResponse) -> list[str]:
@@ -196,8 +359,41 @@ def _left_out(status: StatusResponse) -> list[str]:
     return lines
 
 
+_SUMMED = (
+    *("reads.read_bytes", "reads.neighbour_bytes", "reads.disk_bytes", "reads.memory_bytes"),
+    *("held.memory_bytes", "held.memory_limit_bytes", "held.disk_bytes", "held.disk_limit_bytes"),
+)
+
+
+def _fleet(nodes: tuple[NodeStatus, ...]) -> Table:
+    """Make a table that sums up many nodes, and has those that were heard of longest ago."""
+    silent = heapq.nlargest(_WORST_NODES, nodes, key=lambda node: node.last_seen_s)
+    rows = []
+    for name, some in [
+        (f"all {len(nodes)}", nodes),
+        *((node.host or node.node_id, (node,)) for node in silent),
+    ]:
+        origin, near, disk, memory, kept, kept_max, files, files_max = (
+            sum(map(attrgetter(size), some)) for size in _SUMMED
+        )
+        came = (output.approximate_bytes(size) for size in (origin, near, disk, memory))
+        rows.append(
+            (
+                name,
+                f"{max(node.last_seen_s for node in some):.1f} s ago",
+                f"{max(node.longest_hold_s for node in some) * 1e3:.0f} ms",
+                *came,
+                f"{kept / kept_max:.0%}" if kept_max else None,
+                f"{files / files_max:.0%}" if files_max else None,
+            )
+        )
+    columns = ("node", "seen", "longest hold", "origin", "neighbours", "disk", "memory")
+    title = "nodes, those silent longest, and where blocks came from"
+    return output.table((*columns, "memory full", "disk full"), rows, title)
+
+
 def _of_nodes(node_list: tuple[NodeStatus, ...]) -> tuple[Table, ...]:
-    """Make tables of nodes, the sources of their blocks, and the stores that they wait for."""
+    """Make tables of nodes, of the sources of their blocks, and of how many each keeps."""
     nodes = output.table(
         ("node", "host", "pid", "version", "longest hold", "read", "read twice", "seen"),
         [
@@ -230,19 +426,31 @@ def _of_nodes(node_list: tuple[NodeStatus, ...]) -> tuple[Table, ...]:
         ],
         "where blocks came from",
     )
-    away = output.table(
-        ("node", "store", "away s", "error"),
-        [
-            (node.node_id, store.store, store.away_s, store.error)
-            for node in node_list
-            for store in node.stores_away
-        ],
-        "stores that do not answer",
-    )
-    return nodes, blocks, away
+    return nodes, blocks, _held(node_list)
 
 
-def _work(nodes: tuple[NodeStatus, ...]) -> Table:
+def _away(nodes: tuple[NodeStatus, ...], most: int | None) -> Table:
+    """Make a table of the stores that nodes wait for, the longest waits first."""
+    rows = [
+        (node.node_id, store.store, store.away_s, store.error)
+        for node in nodes
+        for store in node.stores_away
+    ]
+    rows.sort(key=lambda row: -row[2])
+    return _first(("node", "store", "away s", "error"), rows, "stores that do not answer", most)
+
+
+def _first(
+    columns: Sequence[str], rows: Sequence[tuple[object, ...]], title: str, most: int | None
+) -> Table:
+    """Make a table of at most so many rows, whose title says how many there are."""
+    shown = rows if most is None else rows[:most]
+    if len(shown) < len(rows):
+        title += f" ({len(shown)} of {len(rows):,})"
+    return output.table(columns, shown, title)
+
+
+def _work(nodes: tuple[NodeStatus, ...], most: int | None) -> Table:
     """Make a table of the work that nodes do before they can open jobs, with its progress."""
     rows = [
         (
@@ -255,7 +463,8 @@ def _work(nodes: tuple[NodeStatus, ...]) -> Table:
         for node in nodes
         for work in node.work
     ]
-    return output.table(("node", "work", "dataset", "done", "left"), rows, "jobs being opened")
+    columns = ("node", "work", "dataset", "done", "left")
+    return _first(columns, rows, "jobs being opened", most)
 
 
 def _held(nodes: tuple[NodeStatus, ...]) -> Table:
@@ -280,7 +489,7 @@ def _filled(used: int, limit: int) -> str | None:
     return f"{show(used)} of {show(limit)} ({used / limit:.0%})"
 
 
-def _makers(status: StatusResponse) -> Table:
+def _makers(status: StatusResponse, most: int | None) -> Table:
     """Make a table of the nodes that make slabs for others, and of those short of workers."""
     makes: dict[str, list[str]] = {}
     wants: dict[str, dict[str, None]] = {}
@@ -300,7 +509,7 @@ def _makers(status: StatusResponse) -> Table:
             made = (f"{count:,}", output.approximate_bytes(size)) if count else (None, None)
             rows.append((node.node_id, str(node.worker_count), *shown, *made))
     columns = ("node", "workers", "makes slabs for", "wants slabs for", "made", "bytes")
-    return output.table(columns, rows, "slabs from other nodes")
+    return _first(columns, rows, "slabs from other nodes", most)
 
 
 def _share(part: int, whole: int) -> str | None:
@@ -317,11 +526,7 @@ def _peers(job: JobStatus) -> str:
 
 
 def _job_row(job: JobStatus) -> tuple[object, ...]:
-    # Members of one dp rank (DataLoader workers, tensor-parallel peers) each report its speed.
-    speeds: dict[int, float] = {}
-    for member in _present(job):
-        rank = member.topology.dp_rank
-        speeds[rank] = max(speeds.get(rank, 0.0), member.samples_per_s)
+    speeds = _speeds(_present(job))
     missing = ", ".join(map(str, job.missing_dp_ranks))
     others = job.missing_count - len(job.missing_dp_ranks)
     return (
@@ -335,6 +540,17 @@ def _job_row(job: JobStatus) -> tuple[object, ...]:
         sum(speeds.values()),
         job.dataset,
     )
+
+
+def _speeds(members: Sequence[MemberStatus]) -> dict[int, float]:
+    """Return the rate of each dp rank. Its members (DataLoader workers, tensor-parallel peers) each
+    report it.
+    """
+    speeds: dict[int, float] = {}
+    for member in members:
+        rank = member.topology.dp_rank
+        speeds[rank] = max(speeds.get(rank, 0.0), member.samples_per_s)
+    return speeds
 
 
 def _member_rows(job: JobStatus) -> list[tuple[object, ...]]:

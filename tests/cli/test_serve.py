@@ -349,10 +349,12 @@ def test_watching_ends_with_ctrl_c(tmp_path):
             env=os.environ | {"FORCE_COLOR": "1"},
         )
         assert watching.stdout is not None
-        assert "coordinator" in watching.stdout.readline()
+        first = watching.stdout.readline()
+        assert "coordinator" in first
         watching.send_signal(signal.SIGINT)
-        _, told = watching.communicate()
+        out, told = watching.communicate()
         assert watching.returncode == 130
+        assert "\x1b[?25" not in first + out, "it hides a cursor that a pipe does not have"
         assert "Traceback" not in told
 
 

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
+import os
+import pty
+import signal
+import struct
+import subprocess
 import sys
-from contextlib import asynccontextmanager
+import termios
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 
 import pytest
 from msgspec import structs
+from rich.console import Console
 from trusted import TOKEN, TRUSTED
 
 from dataplane.cli import run
 from dataplane.commands import output
 from dataplane.commands.status import _job_row, render
-from dataplane.coordinator.front import CoordinatorConfig
+from dataplane.coordinator.front import Coordinator, CoordinatorConfig
 from dataplane.coordinator.server import CoordinatorServer
 from dataplane.model.config import PROTOCOL_VERSION, VERSION, JobSpec
 from dataplane.model.errors import ConfigError
@@ -30,11 +38,13 @@ from dataplane.rpc.membership import (
     MemberStatus,
     NodeReads,
     RegisterNodeRequest,
+    StatusRequest,
     StatusResponse,
     StoreOutage,
 )
 from dataplane.rpc.sharing import NodeWork
 
+DATASET = "s3://corpora/tokens-2026/"
 AWAY = (StoreOutage("s3://lab", 61.0, "http://10.0.0.5:9000 refused the connection"),)
 NODE = RegisterNodeRequest(
     "node-1", "host-1", 17, VERSION, PROTOCOL_VERSION, "10.0.0.1:7078", 64 << 30, 8
@@ -171,6 +181,79 @@ def test_what_is_left_out_is_counted():
     assert "and 3 nodes that were heard of earlier" in text
 
 
+def drawn(status: StatusResponse, **options: bool) -> list[str]:
+    console = Console(width=100)
+    with console.capture() as shown:
+        console.print(render(status, **options))
+    return shown.get().splitlines()
+
+
+async def status_of_512_ranks() -> StatusResponse:
+    """Return the status of a job on 64 hosts, all of which wait for a store, open other jobs, or
+    make slabs; two ranks waited much longer than the others.
+    """
+    job, member_count = "pretrain-7", 8
+    spec = JobSpec(fingerprint="f" * 32, global_batch=512)
+    coordinator = Coordinator(CoordinatorConfig(VERSION))
+    await coordinator.start()
+    try:
+        for host in range(64):
+            name, progress = f"node-{host}", []
+            node = structs.replace(NODE, node_id=name, host=f"gpu-{host}", worker_count=96)
+            await coordinator.register_node(node)
+            for rank in range(host * member_count, (host + 1) * member_count):
+                place = Topology(dp_rank=rank, dp_size=512, rank=rank, world_size=512)
+                joined = await coordinator.join(
+                    JoinRequest(job, DATASET, spec, place, "one", f"m-{rank}", name, 1_000_000)
+                )
+                waited_s, bound = (61.0, "storage") if rank in {77, 300} else (0.5, "consumer")
+                reached = (joined.generation, 3, 250, 100.0, waited_s + rank / 1000, bound)
+                progress.append(MemberProgress(job, f"m-{rank}", *reached))
+            work = NodeWork("counting packs", f"s3://corpora/{host}/", 12, 40, "blocks", 61.0)
+            await coordinator.heartbeat(
+                HeartbeatRequest(
+                    node,
+                    tuple(progress),
+                    AWAY,
+                    3,
+                    0.0414,
+                    READS,
+                    is_short=True,
+                    held=HELD,
+                    work=(work,) * 2,
+                )
+            )
+        return await coordinator.status(StatusRequest(job))
+    finally:
+        await coordinator.close()
+
+
+def test_a_job_of_512_ranks_fits_a_screen():
+    status = asyncio.run(status_of_512_ranks())
+    lines = drawn(status)
+    assert len(lines) <= 40
+    rows = [line.split() for line in lines]
+    sums = [row for row in rows if "hosts" in row and "512" in row]
+    assert [" ".join(row) for row in sums] == [
+        "pretrain-7 64 hosts 512 0.8 consumer 61.3 storage 300 51,200.0"
+    ]
+    worst = [row for row in rows if row[1:2] and row[1].startswith("gpu-")]
+    assert [row[1:2] + row[5:8] for row in worst] == [
+        ["gpu-37", "61.3", "storage", "300"],
+        ["gpu-9", "61.1", "storage", "77"],
+        ["gpu-63", "1.0", "consumer", "511"],
+        ["gpu-62", "1.0", "consumer", "503"],
+    ]
+    text = "\n".join(lines)
+    assert "ranks bound by: 510 consumer, 2 storage; members: 512 joined" in text
+    assert "all 64" in text
+    assert "320.0 GiB" in text, "bytes from the origin"
+    assert "stores that do not answer (2 of 64)" in text
+    whole = drawn(status, whole=True)
+    assert sum("node-" in line and "joined" in line for line in whole) == 512
+    assert not any("--all" in line for line in whole)
+
+
 def test_json_has_the_same_for_programs():
     code, out, _ = asyncio.run(asked("--json", "--job", "job-1"))
     assert code == 0
@@ -261,9 +344,108 @@ def test_what_is_no_address_is_a_usage_error(address, capsys):
     assert address in capsys.readouterr().err
 
 
-def test_watching_is_for_people(capsys):
-    assert run(["status", "--watch", "--json"]) == 2
-    assert "choose one" in capsys.readouterr().err
+@contextmanager
+def watching(address, *arguments, **streams):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dataplane", "status", address, "--watch", *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+        **({"stdout": subprocess.PIPE} | streams),
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+async def awaited(stream, words: str) -> str:
+    """Return the next line of a stream with these words."""
+    async with asyncio.timeout(60):
+        line = await asyncio.to_thread(
+            lambda: next((line for line in stream if words in line), "the stream ended")
+        )
+    assert words in line
+    return line
+
+
+async def interrupted(process) -> None:
+    """End the command with Ctrl-C."""
+    process.send_signal(signal.SIGINT)
+    async with asyncio.timeout(60):
+        assert await asyncio.to_thread(process.wait) == 130
+
+
+@asynccontextmanager
+async def restarted(address: str):
+    """Run a coordinator that knows nothing at the address of one that has ended."""
+    server = CoordinatorServer(CoordinatorConfig(VERSION), address, TRUSTED)
+    await server.start()
+    try:
+        yield server.coordinator
+    finally:
+        await server.stop(0.0)
+
+
+def test_watching_survives_a_restarted_coordinator_that_does_not_know_the_job_yet():
+    async def main():
+        with ExitStack() as stack:
+            async with coordinator_with_one_of_two_ranks() as (address, _):
+                process = stack.enter_context(watching(address, "--job", "job-1"))
+                await awaited(process.stdout, "mem://shards")
+            assert address in await awaited(process.stderr, "trying again")
+            async with restarted(address) as coordinator:
+                assert "job-1" in await awaited(process.stderr, "no job is called")
+                await join_one(coordinator)
+                assert "restarted" in await awaited(process.stderr, "going on after")
+                await awaited(process.stdout, f"coordinator at {address}")
+                assert "\x1b" not in await awaited(process.stdout, "mem://shards")
+                await interrupted(process)
+
+    asyncio.run(main())
+
+
+def test_watching_in_json_writes_an_object_a_line_also_after_an_outage():
+    async def main():
+        with ExitStack() as stack:
+            async with coordinator_with_one_of_two_ranks() as (address, _):
+                process = stack.enter_context(watching(address, "--json"))
+                before = json.loads(await awaited(process.stdout, ""))
+                assert before["jobs"][0]["members"][0]["cursor"] == 250
+            await awaited(process.stderr, "trying again")
+            async with restarted(address) as coordinator:
+                await awaited(process.stderr, "going on after")
+                await interrupted(process)
+                last = process.stdout.read().splitlines()[-1]
+                assert json.loads(last)["time"] > before["time"]
+                assert json.loads(last)["jobs"] == []
+                status = await coordinator.status(StatusRequest())
+                assert json.loads(last)["coordinator_id"] == status.coordinator_id
+
+    asyncio.run(main())
+
+
+def test_a_terminal_keeps_the_last_status_below_a_line_about_an_outage():
+    async def main():
+        with ExitStack() as stack:
+            ours, terminal = pty.openpty()
+            screen = stack.enter_context(os.fdopen(ours, encoding="utf-8"))
+            fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 60, 200, 0, 0))
+            async with coordinator_with_one_of_two_ranks() as (address, _):
+                process = stack.enter_context(watching(address, stdout=terminal))
+                os.close(terminal)
+                await awaited(screen, "mem://shards")
+            assert address in await awaited(screen, "trying again")
+            await awaited(screen, "mem://shards")
+            await interrupted(process)
+            assert "trying again" not in process.stderr.read()
+
+    asyncio.run(main())
+
+
+def test_watching_what_never_answered_ends(capsys):
+    assert run(["status", "127.0.0.1:1", "--watch"]) == 3
+    assert "127.0.0.1:1" in capsys.readouterr().err
 
 
 def test_a_refused_call_has_the_status_of_a_peer_that_refuses(monkeypatch, capsys):
