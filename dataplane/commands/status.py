@@ -181,7 +181,7 @@ async def _watch(fetch: Fetch, show: Show) -> None:
 
     Raises:  DataplaneError: the first call failed; or a later one was refused.
     """
-    status, lost_at, problem = await fetch(), 0.0, None
+    status, answered_at, problem = await fetch(), time.monotonic(), None
     show(status, "")
     while True:
         await asyncio.sleep(WATCH_PERIOD_S)
@@ -191,17 +191,16 @@ async def _watch(fetch: Fetch, show: Show) -> None:
         except (AccessDenied, VersionMismatch):
             raise
         except (PeerLost, ConfigError) as error:
-            if problem is None:
-                lost_at = time.monotonic()
             if problem is not type(error):
                 problem = type(error)
                 show(None, f"trying again every second: {redacted(str(error))}")
             continue
         line = ""
         if problem is not None:
-            line = f"going on after {show_time(time.monotonic() - lost_at)}"
+            line = f"going on after {show_time(time.monotonic() - answered_at)} without a status"
             line += "" if status.coordinator_id == before else ": the coordinator was restarted"
             problem = None
+        answered_at = time.monotonic()
         show(status, line)
 
 
