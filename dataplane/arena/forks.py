@@ -98,8 +98,8 @@ class Kept(Generic[_Dead]):
         self._new.append((forks, dead))
 
     def let_go(self) -> list[_Dead]:
-        """Return the objects that no process can read any more; each is returned once. Takes time
-        in the number of forks, not of kept objects.
+        """Return the objects that no process can read any more; each is returned once. The
+        time that this takes depends on the number of forks, not of kept objects.
         """
         # A finalizer or another thread may enter here during the loop: the first caller does the
         # work.

@@ -90,8 +90,8 @@ def row_index_bytes(rows: int) -> int:
 
 
 def row_numbers_bytes(rows: int) -> int:
-    """Return the size of the numbers of this many rows at the start of an excerpt of a block, as
-    int32.
+    """Return how many bytes an excerpt of this many rows has at its start for their int32 row
+    numbers.
     """
     return aligned(rows * NUMBER_BYTES)
 

@@ -165,7 +165,9 @@ def _batch_axes(mesh: Mesh, names: tuple[str, ...], given: Sequence[str | int] |
 def _check_whole(
     mesh: Mesh, names: tuple[str, ...], chosen: list[int], world_size: int, whole: Mesh | None
 ) -> None:
-    """Refuse part of a mesh that lacks a batch axis: ranks along that would read equal batches."""
+    """Refuse a mesh that is, or may be, part of a larger one and lacks one of its batch axes: ranks
+    along that axis would read equal batches.
+    """
     missing: list[str] = []
     size = math.prod(mesh.shape)
     why = "" if whole is None or len(whole.shape) > 1 else _doubt(names, size, world_size)

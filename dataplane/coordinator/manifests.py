@@ -156,7 +156,7 @@ class ManifestTurns:
     def _wanted(
         self, shared: _Shared, request: ShareManifestRequest, now: float
     ) -> ShareManifestResponse:
-        gone = {request.refused_by, request.node_id}  # this node may have been restarted
+        gone = {request.refused_by, request.node_id}  # it no longer has it, perhaps since a restart
         left = [holder for holder in shared.holders if holder.node_id not in gone]
         if shared.holders and not left and request.refused_by and not shared.was_given:
             shared.in_vain += 1

@@ -508,7 +508,10 @@ def _check(
     Raises:  ConfigError: it does not describe a slab of this many bytes.
     """
     if made.batch_count > effect.steps.count or made.bytes_used != length:
-        raise ConfigError(f"{made.batch_count} batches in {made.bytes_used} of {length} bytes")
+        raise ConfigError(
+            f"{made.batch_count} batches in {made.bytes_used} bytes were announced, but {length} "
+            f"bytes were sent, and at most {effect.steps.count} batches requested"
+        )
     if not made.batch_count:
         if made.bytes_needed <= effect.slab.length:
             raise ConfigError(f"{made.bytes_needed} bytes are too many for {effect.slab.length}")

@@ -73,7 +73,7 @@ def main(descriptor: int, *, is_remote: bool = False, has_time: bool = False) ->
     # A service manager sends SIGTERM to every process of a service. The node drains, and needs its
     # workers meanwhile.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as a terminal does that is closed
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # sent by a terminal that is closed
     with socket.socket(fileno=descriptor) as sock, contextlib.suppress(PeerLost):
         # The rest is imported once for all workers, instead of by each that needs it.
         if has_time:  # they were requested already, and would import it each, for their first task

@@ -337,7 +337,7 @@ class SharedManifests:
             await asyncio.sleep(pause_s)
 
     def forget(self, wanted: Wanted) -> None:
-        """Note that the dataset is closed here: others get it elsewhere."""
+        """Send the manifest of this dataset to nobody any more, since it is closed here."""
         line = self._lines.pop(wanted, None)
         if line is not None and self._lent is not None:
             self._lent.forget(*line)

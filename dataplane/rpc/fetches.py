@@ -44,8 +44,8 @@ class Neighbour(Message, frozen=True):
 
     address: str  # "host:port" of its data connections
     job_id: str
-    generation: Unsigned  # of the job, as is the key
-    key: bytes  # 32 bytes
+    generation: Unsigned  # of the job
+    key: bytes  # 32 bytes, for this generation of the job
     own_id: str  # of this node
     node_id: str  # of the neighbour
     dataset: bytes  # 16 bytes: digest of the manifest and of how it is read
@@ -235,8 +235,8 @@ class SlabMaker(Message, frozen=True):
 
     address: str  # "host:port" of its data connections
     job_id: str
-    generation: Unsigned  # of the job, as is the key
-    key: bytes  # 32 bytes
+    generation: Unsigned  # of the job
+    key: bytes  # 32 bytes, for this generation of the job
     own_id: str  # of this node
     node_id: str  # of the maker
 

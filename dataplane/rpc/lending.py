@@ -81,7 +81,7 @@ class Give(Message, frozen=True):
     arena_id: Unsigned = 0  # 0: the block arena; otherwise one that was lent before
     note: bytes = b""  # of a slab: a Result
     more: tuple[Region, ...] = ()  # of the same arena; sent after it
-    ends: tuple[Unsigned, ...] = ()  # of several blocks: how each ends
+    ends: tuple[Unsigned, ...] = ()  # one for each block of a run
 
 
 class GiveDecodedOnly(Message, frozen=True):

@@ -284,7 +284,7 @@ class Column(Message, frozen=True):
     """
 
     values: tuple[Unsigned, ...] = ()  # one per batch: the values
-    # One per batch: PADDED lengths, RAGGED, BYTES and STRING offsets, ARRAY shape
+    # One per batch: the lengths (PADDED), offsets (RAGGED, BYTES, STRING) or the shape (ARRAY)
     lengths: tuple[Unsigned, ...] = ()
     # One per batch: PADDED: T; RAGGED, ARRAY: values; BYTES.., OBJECT: bytes
     width: tuple[Unsigned, ...] = ()

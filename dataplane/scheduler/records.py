@@ -409,7 +409,9 @@ class Delivery(Struct, eq=False):
         return len(held) > self.slots.layout.held_slots
 
     def was_late(self) -> None:
-        """Note that a trainer waits for a slab, and that more workers could make some."""
+        """Note that a trainer waits for a slab while workers are free: from now on more slabs are
+        made ahead.
+        """
         self.in_time = 0
         most = max(self.slots.layout.slot_count - _NOT_AHEAD, AHEAD_SLOTS_MIN)
         self.ahead = min(2 * self.ahead, most)

@@ -326,8 +326,8 @@ def _saved_files(marks: _Marks, store: Store) -> dict[str, dict[str, None]]:
             continue
         if state.indices_files or state.indices_data_files:
             raise ConfigError(
-                f"{info.url} names a file of indices, which say which rows the dataset has: save "
-                "it again with a present version of `datasets`",
+                f"{info.url} names a file of indices, which selects the rows of the dataset: save "
+                "it again with a current version of `datasets`",
                 field="urls",
                 shard=info.url,
             )

@@ -10,9 +10,8 @@ divided in the middle. A wrong guess costs a page without new keys.
 
 Invariants:
 1. Each key is in one range, wherever ranges are divided.
-2. No range is divided while more than `_WASTED_MIN` pages and a share of `_WASTED` of the pages
-read
-   were useless. A list of one page takes one request.
+2. No range is divided while more pages were useless than `_WASTED_MIN` plus `_WASTED` times the
+   number of useful ones. A list of one page takes one request.
 3. A page that fails is requested again alone.
 4. Some servers do not list in the order of keys, but list a folder before names that begin with its
    name. So each range must begin exactly where the previous one stopped: then the ranges together

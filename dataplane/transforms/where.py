@@ -136,7 +136,7 @@ def _constant(value: Scalar | tuple[Scalar, ...] | None) -> str:
 
 _EXAMPLE = "lang == 'en' and score > 0.5"
 _SHOWN = 24
-_WHOLE_MAX = 10**76 - 1  # as many digits as a decimal has
+_WHOLE_MAX = 10**76 - 1  # the 76 digits of a decimal256
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _EXACT = decimal.Context(prec=TEXT_MAX)
 _TOKEN = re.compile(

@@ -83,7 +83,10 @@ def _drawn(blocks: Sequence[PackBlock], index: RowIndex) -> _Drawn:
     key, numbers = row >> PACK_BITS, row & ((1 << PACK_BITS) - 1)
     outside = key >= key_counts[block]
     if outside.any():
-        raise RowOutOfBounds("a slab has a pack without its key", row=int(outside.argmax()))
+        raise RowOutOfBounds(
+            "a slab has a pack drawn with a key that its block does not have",
+            row=int(outside.argmax()),
+        )
     packs = [(one.columns, each) for one in blocks for each in one.packs or ()]
     tables = (np.cumsum(key_counts) - key_counts)[block] + key
     counts = np.array([len(each) for _, each in packs], np.int64)[tables]

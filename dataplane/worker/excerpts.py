@@ -59,8 +59,9 @@ def _numbers(region: memoryview, row_count: int) -> Ints:
 
 
 def places_of(row_index: RowIndex, numbers: Sequence[Ints | None]) -> RowIndex:
-    """The row index with the place of each row in its excerpt; rows of whole blocks are where their
-    numbers say. `numbers` are the row numbers of each excerpt, None of a whole block.
+    """The row index with each row number replaced by the row's place in its excerpt; rows of whole
+    blocks keep theirs. `numbers` has the row numbers of each block's excerpt, or None for a
+    whole block.
 
     Raises:  RowOutOfBounds: an excerpt lacks a row.
     """

@@ -102,7 +102,7 @@ def check_weights(job_id: str, place: Topology, number: int, told: str) -> None:
     mine, others = told.split(":"), expected.split(":")
     where = f"at sample {mine[1]} of epoch {mine[0]}"
     if mine[:2] == others[:2]:
-        what = f"other weights than another rank, or after others, {where}"
+        what = f"weights {where} that differ from another rank's, or follow different ones"
     else:
         what = f"weights {where}, and another rank at sample {others[1]} of epoch {others[0]}"
     raise SpecMismatch(
