@@ -90,11 +90,12 @@ def test_a_node_settles_when_it_serves() -> None:
     code = (
         "import gc\n"
         "from dataplane.commands import serve\n"
+        "from dataplane.commands.supervision import Notices\n"
         "from dataplane.node import __main__\n"
         "__main__._started(None)\n"
         "print(gc.get_freeze_count())\n"
         "gc.unfreeze()\n"
-        "serve._serving('here')\n"
+        "serve._serving('here', Notices({}))\n"
         "print(gc.get_freeze_count())\n"
     )
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True)

@@ -10,6 +10,7 @@ from trusted import N0, OWN, TRUSTED, beat, join, leave, node
 
 from dataplane.coordinator.front import Coordinator, CoordinatorConfig
 from dataplane.coordinator.server import CoordinatorServer
+from dataplane.model.config import PROTOCOL_VERSION
 from dataplane.model.errors import (
     ConfigError,
     LeaseExpired,
@@ -147,9 +148,9 @@ def test_errors_arrive_by_class_with_sentence_and_nouns(converse):
         assert kinds == [LeaseExpired, LeaseExpired, type(None), LeaseExpired]
 
         with pytest.raises(VersionMismatch, match="install the same version on both"):
-            await coordination.register_node(node(version="9"))
+            await coordination.register_node(node(protocol=PROTOCOL_VERSION + 1))
         with pytest.raises(VersionMismatch):
-            await coordination.heartbeat(beat(version="9"))
+            await coordination.heartbeat(beat(protocol=PROTOCOL_VERSION + 1))
         with pytest.raises(ConfigError, match="dp_rank 5 is outside"):
             await coordination.join(join(5))
         with pytest.raises(ConfigError, match="no job is called 'x'; there are: j"):
