@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 from certificates import Authority
-from fleet import ANSWER_S, Service, free_address
+from fleet import ANSWER_S, Service, free_address, wait_until
 
 SMALL = ("--block-arena-bytes", "16MiB", "--worker-count", "1")
 COORDINATOR = ("--coordinator", "--listen", "127.0.0.1:0")
@@ -186,8 +186,7 @@ def test_a_terminal_that_is_closed_drains(tmp_path):
         with process.stdout:
             assert process.stdout.readline().startswith("ready: coordinator ")
             process.send_signal(signal.SIGHUP)  # the terminal is there: this reloads
-            while "reloaded" not in (tmp_path / "log").read_text():
-                assert process.poll() is None
+            wait_until(lambda: "reloaded" in (tmp_path / "log").read_text())
             os.close(terminal)
             terminal = -1
             assert process.wait(ANSWER_S) == 0

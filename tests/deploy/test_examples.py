@@ -66,7 +66,7 @@ def recorded(folder: Path) -> dict[int, list[int]]:
     return {step: sorted(ids) for step, ids in steps.items()}
 
 
-@pytest.mark.parametrize("where", ["folder", "s3"])
+@pytest.mark.parametrize("where", [pytest.param("folder", marks=pytest.mark.slow), "s3"])
 def test_a_notice_to_one_rank_ends_all_and_other_ranks_go_on(where, tmp_path, request, warm_torch):
     url = str(tmp_path / "rows.parquet")
     pq.write_table(pa.table({"id": range(300)}), url, row_group_size=50)  # 25 steps an epoch
