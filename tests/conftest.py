@@ -94,6 +94,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def little_to_collect() -> None:
+    """Hide also what earlier modules have imported and keep: they cost as much in the end."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def run_mark(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The mark that identifies descendants of this test run."""

