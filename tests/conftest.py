@@ -84,19 +84,14 @@ def expect_no_hold(test: pytest.Item, report: pytest.TestReport) -> None:
         report.longrepr = f"a node of this test held its event loop:\n  {line}"
 
 
-def pytest_collection_finish() -> None:
-    """Hide all imported objects from the garbage collector.
+@pytest.fixture(scope="module", autouse=True)
+def little_to_collect() -> None:
+    """Hide what the collection of tests and earlier modules have imported and keep from the garbage
+    collector.
 
     Otherwise each collection costs 0.3 s of CPU, and `hygiene` collects until nothing is left of a
     test.
     """
-    gc.collect()
-    gc.freeze()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def little_to_collect() -> None:
-    """Hide also what earlier modules have imported and keep: they cost as much in the end."""
     gc.collect()
     gc.freeze()
 
