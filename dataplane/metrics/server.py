@@ -34,7 +34,14 @@ from dataplane.base.meters import BOUNDS_S, Durations
 from dataplane.base.trace import Trace, refusals
 from dataplane.metrics.table import Kind, Reading, by_metric
 from dataplane.model.errors import ConfigError
-from dataplane.rpc.address import TcpAddress, is_loopback, network_of, parse, resolve
+from dataplane.rpc.address import (
+    TcpAddress,
+    is_loopback,
+    listening,
+    network_of,
+    parse,
+    resolve,
+)
 from dataplane.security.admission import Admission, AdmissionRules
 from dataplane.security.calls import READERS, WrongTokenError
 from dataplane.security.security import Security
@@ -100,14 +107,9 @@ class MetricsServer:
         if self._security.tls is None and not loopback:
             what = "metrics are open to the network without TLS: tokens cross it in plain text"
             _audit.failed(what, address=address.target, by="--insecure")
-        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
         try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((address.host, address.port))
-            listener.listen(_COUNT_MAX)
+            listener = listening(address, _COUNT_MAX)
         except OSError as error:
-            listener.close()
             raise ConfigError(
                 f"cannot listen for metrics at {address.target}: {error.strerror}; choose another "
                 "address with --metrics-listen, or port 0 for a free one",

@@ -111,8 +111,7 @@ class Names:
         Raises:  ConfigError: it has no address.  TimeoutError.
         """
         numeric = address if _is_number(address.host) else self._named(address, timeout_s)
-        family = socket.AF_INET6 if ":" in numeric.host else socket.AF_INET
-        return family, (numeric.host, numeric.port)
+        return numeric.family, (numeric.host, numeric.port)
 
     def _named(self, address: TcpAddress, timeout_s: float) -> TcpAddress:
         now = time.monotonic()

@@ -23,7 +23,14 @@ from dataplane.neighbours.handshake import KEY_BYTES
 from dataplane.node.dataset import Dataset
 from dataplane.plan.cluster import Owners, Weighed
 from dataplane.rpc import lending, local
-from dataplane.rpc.address import TcpAddress, UnixAddress, is_loopback, parse, resolve
+from dataplane.rpc.address import (
+    TcpAddress,
+    UnixAddress,
+    is_loopback,
+    listening,
+    parse,
+    resolve,
+)
 from dataplane.rpc.address_kinds import NO_NEIGHBOURS
 from dataplane.rpc.fetches import Neighbour, SlabMaker
 from dataplane.rpc.membership import JobNodes, KnownNodes, NeighbourNode
@@ -389,8 +396,7 @@ def _address_here(coordinator: str) -> TcpAddress | None:
         there = resolve(parsed)
     except ConfigError:
         there = _ELSEWHERE  # the coordinator may start later than its nodes
-    family = socket.AF_INET6 if ":" in there.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as asking:
+    with socket.socket(there.family, socket.SOCK_DGRAM) as asking:
         try:
             asking.connect((there.host, there.port or _ELSEWHERE.port))  # sends nothing
             here = _bound(asking)
@@ -400,15 +406,9 @@ def _address_here(coordinator: str) -> TcpAddress | None:
 
 
 def _listening(address: TcpAddress) -> socket.socket:
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        # A node that is started again takes its port although old connections linger.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address.host, address.port))
-        listener.listen(_BACKLOG)
+        return listening(address, _BACKLOG)
     except OSError as error:
-        listener.close()
         raise ConfigError(
             f"cannot listen for neighbours at {address.target}: {error.strerror}. Give an "
             "address of this machine and a free port with --data-listen HOST:PORT, or none with "
@@ -416,7 +416,6 @@ def _listening(address: TcpAddress) -> socket.socket:
             key="data_listen",
             found=address.target,
         ) from error
-    return listener
 
 
 # -- nodes of each job -----------------------------------------------------------------------------

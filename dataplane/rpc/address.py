@@ -27,6 +27,11 @@ class TcpAddress(Struct, frozen=True):
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
 
+    @property
+    def family(self) -> socket.AddressFamily:
+        """The family of sockets for it; the host is an IP address."""
+        return socket.AF_INET6 if ":" in self.host else socket.AF_INET
+
 
 class UnixAddress(Struct, frozen=True):
     """A socket file."""
@@ -88,6 +93,23 @@ def resolve(address: TcpAddress) -> TcpAddress:
         ) from error
     by_family = sorted(found, key=lambda entry: entry[0] != socket.AF_INET)
     return TcpAddress(str(by_family[0][4][0]), address.port)
+
+
+def listening(address: TcpAddress, backlog: int) -> socket.socket:
+    """Return a socket that listens at this address, whose host is an IP address.
+
+    Raises:  OSError: the address is taken, or is none of this machine.
+    """
+    listener = socket.socket(address.family, socket.SOCK_STREAM)
+    try:
+        # A process that is started again takes its port although old connections linger.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address.host, address.port))
+        listener.listen(backlog)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
 
 
 def network_of(host: str) -> str:

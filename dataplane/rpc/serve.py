@@ -19,7 +19,14 @@ import grpc.aio
 from dataplane.base.machine import connections_max
 from dataplane.base.trace import Trace
 from dataplane.model.errors import ClosedError, ConfigError, DataplaneError, PeerLost
-from dataplane.rpc.address import TcpAddress, UnixAddress, is_loopback, parse, resolve
+from dataplane.rpc.address import (
+    TcpAddress,
+    UnixAddress,
+    is_loopback,
+    listening,
+    parse,
+    resolve,
+)
 from dataplane.rpc.base import Coordination
 from dataplane.rpc.connections import OpenConnections
 from dataplane.rpc.credentials import server_credentials
@@ -218,18 +225,14 @@ class GrpcServer:
 
 def _refuse_if_taken(address: TcpAddress) -> None:
     """GRPC says only "Failed to bind"; a plain socket says why."""
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((address.host, address.port))
-            probe.listen(1)
-        except OSError as error:
-            raise ConfigError(
-                f"cannot listen at {address.target}: {error.strerror}. {_advice(error, address)}",
-                address=address.target,
-                port=address.port,
-            ) from error
+    try:
+        listening(address, 1).close()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen at {address.target}: {error.strerror}. {_advice(error, address)}",
+            address=address.target,
+            port=address.port,
+        ) from error
 
 
 def _advice(error: OSError, address: TcpAddress) -> str:

@@ -135,8 +135,7 @@ class _RequestedShard(Struct, eq=False):
         if held is not None:
             return held
         parts = [
-            self._answer(self._request(Region(at, min(PART_BYTES, offset + length - at)))).content
-            for at in range(offset, offset + length, PART_BYTES)
+            self._answer(self._request(part)).content for part in _parts(Region(offset, length))
         ]
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
