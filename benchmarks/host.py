@@ -8,7 +8,7 @@
     waits     functions and image steps that only wait, with 4 and 16 workers
     store     an S3 server that answers each request after 50 ms
     local     images and tokens from local disk, torch beside (`dataplane bench`)
-    s3        the same from S3, 20 ms away, with the server on cores of its own if there are eight
+    s3        tokens from S3, 20 ms away, with the server on cores of its own if there are eight
     copies    stalls of device= and pin_memory=; needs a GPU (benchmarks/device.py)
     training  ResNet-50 and a transformer, as shares of the GPU's rate; needs one (the same)
 """

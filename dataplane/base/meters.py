@@ -14,7 +14,7 @@ from dataplane.model.records import Unsigned
 BOUNDS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 """The upper bounds of the buckets of durations; one more bucket has all that is longer."""
 WAIT_STAGES = ("fetch", "decode", "room", "queue", "assemble", "other")
-"""What a trainer waits for, as in client/statistics.py."""
+"""The stages for which a trainer waits, as in client/statistics.py."""
 FIRST_BATCH_STAGES = ("node", "connect", "index", "plan", *WAIT_STAGES[:-1], "hand_over")
 STORES_MAX = 64
 OTHER_STORES = "others"
@@ -127,8 +127,8 @@ class RankMeter:
 
 
 class StoreMeters:
-    """Requests to stores, by store. Of more than STORES_MAX, the others have one name together, so
-    that signed urls, each of which is a store of its own, do not make the table grow.
+    """Requests to stores, by store. Beyond STORES_MAX stores, all others are counted under one
+    name: each signed url counts as a store, and the table must not grow with them.
     """
 
     def __init__(self) -> None:

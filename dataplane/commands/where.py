@@ -154,8 +154,9 @@ def _places(
     epochs: Iterable[int],
     cursor: int,
 ) -> Iterator[tuple[int, Place, int, int, dict[str, object]]]:
-    """Yield the places of a row of a block, with the row that the plan has there and the row that
-    is delivered, one of which is this row. For packs, also the range of its tokens.
+    """Yield the places of a row of a block: where the plan has it, or where it is delivered. Each
+    comes with the row that the plan has there and the row that is delivered there, and, for packs,
+    the range of the row's tokens.
     """
     from dataplane.plan.tombstones import places_of
 

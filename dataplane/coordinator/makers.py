@@ -47,7 +47,7 @@ class Makers:
     def __init__(self, lease_s: float) -> None:
         self._lease_s = lease_s
         self._kept_s = max(KEPT_S, lease_s)
-        # The number of jobs of which a node has joined members.
+        # For each node, the number of jobs that have joined members there.
         self._jobs_at: Counter[str] = Counter()
         # In order of the last heartbeat, or of the last time that the job wanted makers.
         self._able: OrderedDict[str, _Able] = OrderedDict()

@@ -69,7 +69,7 @@ _LOOK_S = 0.05
 _COUNT_S = 1.0
 _HEDGES_MAX = 4
 _PARTS_AT_ONCE = 128
-"""They are small: their threads wait for the store."""
+"""Parts are small, and their threads only wait for the store, so there may be many."""
 _END_S = 30.0
 
 

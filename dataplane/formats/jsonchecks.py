@@ -185,7 +185,7 @@ _ENDS_NAME = ~np.isin(np.arange(256), list(b"\\: ,[{\t"))
 is part of one. Names that end with one of those other bytes are missed here.
 """
 _VALUES, _NULLS, _EMPTY_LISTS = range(3)
-"""What was seen for a key so far: values, only nulls, or only lists of nulls."""
+"""For each key, whether values, only nulls, or only lists of nulls were seen so far."""
 
 
 class KnownKeys:

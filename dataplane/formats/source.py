@@ -160,7 +160,7 @@ class Window:
 
 
 class Parts:
-    """A shard of which several ranges are read at a time. `known` contains the bytes of ranges that
+    """A shard; several of its ranges are read at a time. `known` contains the bytes of ranges that
     were read before, by offset.
 
     Raises:  StoreError and its subclasses, as the shard does.
@@ -280,7 +280,7 @@ def holds_compressed(block: RawBlock) -> bool:
 
 
 class SpliceFile:
-    """A read-only file of `size_bytes` bytes of which only some pieces are available.
+    """A read-only file of `size_bytes` bytes; only some pieces of it are available.
 
     `read` returns views of the pieces, which pyarrow keeps alive as long as an array needs them. A
     read outside of the pieces is an error; it never returns zeros.

@@ -68,7 +68,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Its process id; waits for it."""
+        """The process id, once it is known."""
         return self._process.pid
 
     def send(self, value: object, descriptors: tuple[int, ...] = ()) -> None:

@@ -139,7 +139,7 @@ def row_bytes_of(kind: pa.DataType) -> int:
 
 # -- sizes of stored rows --------------------------------------------------------------------------
 #
-# The rows that the blocks of a dataset store, of which a view may have only some.
+# The rows that the blocks of a dataset store. A view may have only some of them.
 
 
 class StoredRows(Struct, frozen=True, eq=False):

@@ -65,7 +65,7 @@ _EXPIRED = frozenset({"ExpiredToken", "TokenRefreshRequired"})
 _OUTDATED = _EXPIRED | {"InvalidToken", "InvalidAccessKeyId"}
 
 ODD = "an empty, '.' or '..' part, or with a control character"
-"""What makes obstore refuse a key."""
+"""Keys with one of these are refused by obstore."""
 Fault = StoreError | DatasetChangedError
 
 

@@ -67,7 +67,7 @@ class ForkedProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id; waits for it. 0 if the process could not be started."""
+        """The process id, once it is known; 0 if the process could not be started."""
         self._started.wait()
         return self._pid
 
