@@ -12,9 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
-import ipaddress
 import secrets
 import socket
 import ssl
@@ -34,7 +32,8 @@ from dataplane.neighbours.handshake import HANDSHAKE_S
 from dataplane.neighbours.line_tls import LINE_BYTES_MAX, LineTls, why_refused
 from dataplane.neighbours.receiving import Arriving, left_s, receive, receive_frame, send
 from dataplane.neighbours.wire import Answer, Outcome
-from dataplane.rpc.address import TcpAddress, parse, resolve
+from dataplane.rpc.address import TcpAddress, parse
+from dataplane.rpc.bounds import check_data_address
 from dataplane.rpc.fetches import Neighbour, SlabMaker
 from dataplane.rpc.lending import NO_DATASET, Request
 
@@ -45,8 +44,6 @@ _ANSWER_S = 10.0
 """The neighbour may have to read the block first."""
 _SLAB_ANSWER_S = 30.0
 """The maker may have to read blocks, and has other slabs to make."""
-KEPT_S = 30.0
-"""How long the address of a name is used."""
 OPENINGS_MAX = 4
 """Connections with one address that a process opens at the same time. A lender closes those of a
 host that has many without a proof, 32, since it cannot know yet who asks.
@@ -62,7 +59,6 @@ _Parts = Callable[[Answer], Sequence[memoryview]]
 """The memory for a payload, part by part. May raise."""
 Place = Callable[[int], memoryview]
 """Called with the length of the slab, as soon as that is known: the memory for it. May raise."""
-Found = concurrent.futures.Future[TcpAddress]
 
 
 class Openings:
@@ -90,50 +86,6 @@ class Openings:
                 if not self._of[address]:
                     del self._of[address]
                 self._changed.notify_all()
-
-
-class Names:
-    """The addresses of neighbours that are known by a name only. `look_up` finds one, and takes as
-    long as the system's resolver does, which has no deadline: one thread at a time does it for a
-    name, however many wait for it, and none waits longer than it wants to. Thread-safe.
-    """
-
-    def __init__(self, look_up: Callable[[TcpAddress], TcpAddress] = resolve) -> None:
-        self._look_up = look_up
-        self._lock = threading.Lock()
-        self._known: dict[TcpAddress, tuple[float, Found]] = {}
-
-    def find(
-        self, address: TcpAddress, timeout_s: float
-    ) -> tuple[socket.AddressFamily, tuple[str, int]]:
-        """Return where to connect to.
-
-        Raises:  ConfigError: it has no address.  TimeoutError.
-        """
-        numeric = address if _is_number(address.host) else self._named(address, timeout_s)
-        return numeric.family, (numeric.host, numeric.port)
-
-    def _named(self, address: TcpAddress, timeout_s: float) -> TcpAddress:
-        now = time.monotonic()
-        with self._lock:
-            since, resolved = self._known.get(address, (now, None))
-            if resolved is None or (
-                resolved.done() and (resolved.exception() or now - since > KEPT_S)
-            ):
-                resolved = concurrent.futures.Future()
-                self._known[address] = now, resolved
-                thread = threading.Thread(target=self._find, args=(address, resolved), daemon=True)
-                thread.start()
-        try:
-            return resolved.result(timeout_s)
-        except concurrent.futures.TimeoutError:
-            raise TimeoutError from None
-
-    def _find(self, address: TcpAddress, future: Found) -> None:
-        try:
-            future.set_result(self._look_up(address))
-        except ConfigError as error:
-            future.set_exception(error)
 
 
 class SlabAsk(Struct, frozen=True):
@@ -203,7 +155,6 @@ class Lines:
         self._lock = threading.Lock()
         self._idle: dict[_Key, list[_Line]] = {}
         self._busy: dict[str, set[_Line]] = {}
-        self._names = Names()
         self._openings = Openings()
         weakref.finalize(self, _close_all, self._idle).atexit = False
 
@@ -330,9 +281,9 @@ class Lines:
                 line = waiting.pop()
                 self._busy.setdefault(peer.address, set()).add(line)
                 return line, False
-        family, place = self._names.find(_address(peer), handshake.HANDSHAKE_S)
-        sock = socket.socket(family) if self._tls is None else self._tls.of_asker(family)
-        line = _Line(sock, place)
+        at = _address(peer)
+        sock = socket.socket(at.family) if self._tls is None else self._tls.of_asker(at.family)
+        line = _Line(sock, (at.host, at.port))
         with self._lock:
             self._busy.setdefault(peer.address, set()).add(line)
         return line, True
@@ -382,10 +333,13 @@ def _key(peer: _Peer) -> _Key:
 
 
 def _address(peer: _Peer) -> TcpAddress:
-    """Raises:  ConfigError."""
+    """Return where a neighbour listens: an IP address, as the coordinator hands on no names.
+
+    Raises:  ConfigError: it is another address.
+    """
+    check_data_address(peer.address)
     address = parse(peer.address)
-    if not isinstance(address, TcpAddress):
-        raise ConfigError(f"{peer.address} is no address of data connections")
+    assert isinstance(address, TcpAddress)
     return address
 
 
@@ -435,11 +389,3 @@ def _close_all(idle: dict[_Key, list[_Line]]) -> None:
         for line in waiting:
             line.sock.close()
     idle.clear()
-
-
-def _is_number(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
