@@ -462,7 +462,7 @@ def run(sock: socket.socket) -> None:
         def stores(observe: Observe) -> Stores:
             policy = None
             if start.is_policed:
-                from dataplane.store.policy import UrlPolicy
+                from dataplane.store.url_policy import UrlPolicy
 
                 policy = UrlPolicy(start.allowed_urls)
             return Stores(

@@ -37,7 +37,7 @@ from dataplane.model.records import StorePause
 from dataplane.node.stored import CacheFolder
 from dataplane.rpc import fetches, local
 from dataplane.rpc.membership import NodeReads
-from dataplane.scheduler.in_flight import FetcherCount, FetchLook
+from dataplane.scheduler.autoscaler import FetcherCount, FetchLook
 from dataplane.store.outage import Outage, Outages, Pauses
 from dataplane.worker.death import Cause, ProcessEnd, end_of, nobody_alive
 from dataplane.worker.forking import fork_server

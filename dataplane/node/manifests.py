@@ -27,7 +27,7 @@ from dataplane.store.outage import Outages
 from dataplane.store.urls import prefixes_of
 
 if TYPE_CHECKING:
-    from dataplane.store.policy import UrlPolicy
+    from dataplane.store.url_policy import UrlPolicy
 
 _ADVICE = "`dataplane index … --where … -o FILE` does this once for all runs"
 
@@ -40,7 +40,7 @@ def policy_of(config: NodeConfig) -> UrlPolicy | None:
     """
     if config.embedded:
         return None
-    from dataplane.store.policy import UrlPolicy
+    from dataplane.store.url_policy import UrlPolicy
 
     return UrlPolicy(prefixes_of(config.allowed_urls))
 

@@ -22,6 +22,7 @@ from dataplane.base.trace import Trace
 from dataplane.model.errors import AccessDenied, ClosedError, DataplaneError, PeerLost
 from dataplane.rpc.address import TcpAddress, UnixAddress, is_this_host, parse
 from dataplane.rpc.credentials import channel_credentials
+from dataplane.rpc.grpc_errors import error_of
 from dataplane.rpc.membership import (
     ChangeRequest,
     ChangeResponse,
@@ -40,7 +41,6 @@ from dataplane.rpc.membership import (
 )
 from dataplane.rpc.services import REQUEST_BYTES_MAX, RESPONSE_BYTES_MAX, coordinator_methods
 from dataplane.rpc.sharing import ShareManifestRequest, ShareManifestResponse
-from dataplane.rpc.status import error_of
 from dataplane.security.node_identity import NodeIdentity
 from dataplane.security.security import NODE_PROOF, Security
 

@@ -30,7 +30,7 @@ from msgspec import Struct
 
 from dataplane.base.trace import Trace
 from dataplane.model.errors import ConfigError, DataplaneError
-from dataplane.rpc import status
+from dataplane.rpc import grpc_errors
 from dataplane.rpc.address import network_of
 from dataplane.rpc.services import Method
 
@@ -64,8 +64,8 @@ async def abort(
     context: Context, error: DataplaneError, code: grpc.StatusCode | None = None
 ) -> None:
     """End a call with an error of ours."""
-    code = code or status.code_of(error)
-    await context.abort(code, status.details_of(error), status.trailer_of(error))
+    code = code or grpc_errors.code_of(error)
+    await context.abort(code, grpc_errors.details_of(error), grpc_errors.trailer_of(error))
 
 
 class Inbox:

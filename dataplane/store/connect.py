@@ -19,7 +19,7 @@ from dataplane.store.retry import Retrying
 from dataplane.store.urls import base_of, normalise, scheme_of
 
 if TYPE_CHECKING:
-    from dataplane.store.policy import UrlPolicy
+    from dataplane.store.url_policy import UrlPolicy
 
 OBSTORE_SCHEMES = ("s3", "gs", "az", "adl", "abfs", "abfss", "http", "https")
 _READ_FROM = ("AWS_", "GOOGLE_", "AZURE_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "FSSPEC_")
@@ -124,7 +124,7 @@ def open_store(
     """
     if policy is None:
         return _opened(base, request_timeout_s)
-    from dataplane.store.policy import PolicedStore
+    from dataplane.store.url_policy import PolicedStore
 
     if scheme_of(base) in ("http", "https"):
         from dataplane.store import connections

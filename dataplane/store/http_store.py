@@ -35,7 +35,6 @@ from dataplane.model.errors import (
 from dataplane.model.records import ObjectInfo
 from dataplane.store.connections import Connections, TimedConnection, range_headers
 from dataplane.store.faults import refusal, shortened, unreachable, why_of
-from dataplane.store.policy import UrlPolicy, refused
 from dataplane.store.reads import (
     NO_ETAG,
     Race,
@@ -46,6 +45,7 @@ from dataplane.store.reads import (
     short_read,
     unmet,
 )
+from dataplane.store.url_policy import UrlPolicy, refused
 
 _REDIRECTS_MAX = 5
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})

@@ -24,9 +24,9 @@ from dataplane.model.errors import (
 from dataplane.store.base import Store
 from dataplane.store.connect import open_store
 from dataplane.store.fsspec_store import FsspecStore
-from dataplane.store.policy import UrlPolicy
 from dataplane.store.reads import PIECE_BYTES, Race, fill, raced
 from dataplane.store.retry import Retrying
+from dataplane.store.url_policy import UrlPolicy
 from dataplane.store.urls import base_of
 
 ODD_NAMES = (

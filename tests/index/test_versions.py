@@ -21,7 +21,7 @@ from dataplane.plan.texts import Texts
 from dataplane.plan.views import relative_names
 from dataplane.security.urls import covers
 from dataplane.store.connect import Stores
-from dataplane.store.policy import UrlPolicy
+from dataplane.store.url_policy import UrlPolicy
 
 NAME = "hf://datasets/org/name"
 

@@ -5,12 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.scheduler.in_flight import (
-    BUSY_SHARE,
-    CALM_LOOKS,
-    FetcherCount,
-    FetchLook,
-)
+from dataplane.scheduler.autoscaler import BUSY_SHARE, CALM_LOOKS, FetcherCount, FetchLook
 
 looks = st.builds(FetchLook, st.floats(0, 200), st.integers(0, 999), st.integers(0, 999))
 

@@ -7,11 +7,11 @@ import pytest
 from dataplane.base.trace import Trace
 from dataplane.coordinator import front
 from dataplane.rpc import connections, guard
-from dataplane.store import policy
+from dataplane.store import url_policy
 
 
 @pytest.fixture(autouse=True)
 def fresh_minute(monkeypatch):
-    for module in (connections, guard, policy):
+    for module in (connections, guard, url_policy):
         monkeypatch.setattr(module, "_trace", Trace("security"))
     monkeypatch.setattr(front, "_audit", Trace("security"))

@@ -46,15 +46,15 @@ from dataplane.node.door import Door
 from dataplane.rpc import fetches, guard, local, sockets, tasks
 from dataplane.rpc.address import network_of
 from dataplane.rpc.calls import CoordinatorClient
+from dataplane.rpc.grpc_errors import error_of
 from dataplane.rpc.membership import LedgerRequest, StatusRequest
 from dataplane.rpc.services import COORDINATOR, coordinator_methods
-from dataplane.rpc.status import error_of
 from dataplane.security.calls import CALLS
 from dataplane.security.security import Security
 from dataplane.security.tokens import TokenSource
-from dataplane.store import policy
+from dataplane.store import url_policy
 from dataplane.store.connect import Stores
-from dataplane.store.policy import UrlPolicy
+from dataplane.store.url_policy import UrlPolicy
 
 NOISE = LINES_A_MINUTE + 7
 QUIET_FOR_S = 59.8
@@ -216,7 +216,7 @@ def test_a_fetcher_tells_how_many_urls_it_has_refused_without_a_line(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr(policy, "_trace", Trace("security", clock))
+    monkeypatch.setattr(url_policy, "_trace", Trace("security", clock))
     with contextlib.closing(Arena.create("blocks", 1 << 20)) as arena, fetching(arena) as sock:
         for number in range(NOISE):
             url, into = f"file:///etc/{number}", Region(0, 10)

@@ -38,8 +38,8 @@ from dataplane.rpc.messages import DatasetSource
 from dataplane.security.urls import is_under
 from dataplane.settings import default_node_config
 from dataplane.store.connect import Stores, open_store
-from dataplane.store.policy import UrlPolicy, is_of_machine
 from dataplane.store.reads import EndedEarlyError, Race, fill, raced
+from dataplane.store.url_policy import UrlPolicy, is_of_machine
 from dataplane.store.urls import normalise
 from dataplane.transforms.functions import function_name
 from dataplane.worker.functions import loaded
@@ -300,7 +300,7 @@ import http.server, json, socket, sys, threading
 from dataplane.model.errors import StoreDenied
 from dataplane.store.connect import Stores
 from dataplane.store.reads import EndedEarlyError, Race, raced
-from dataplane.store.policy import UrlPolicy
+from dataplane.store.url_policy import UrlPolicy
 
 asked = []
 

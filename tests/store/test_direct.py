@@ -35,8 +35,8 @@ from dataplane.store.base import Filling, Reconnecting, Store
 from dataplane.store.connect import Stores, open_store
 from dataplane.store.connections import Connections
 from dataplane.store.http_store import HttpStore
-from dataplane.store.policy import UrlPolicy
 from dataplane.store.reads import EndedEarlyError, Race, current_race, fill, raced
+from dataplane.store.url_policy import UrlPolicy
 
 BODY = (bytes(range(251)) * 12_000)[:600_000]
 URL = "s3://bucket/a folder/shard+1.bin"

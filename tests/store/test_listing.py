@@ -35,8 +35,8 @@ from dataplane.store.base import NotInOrderError, Page, Paged
 from dataplane.store.connect import Stores, open_store
 from dataplane.store.expand import expand
 from dataplane.store.listing import PAGES_AT_ONCE, KeyRange, Listing, listed
-from dataplane.store.policy import UrlPolicy
 from dataplane.store.retry import Retrying
+from dataplane.store.url_policy import UrlPolicy
 
 Ask = Callable[[Sequence[str], str | None, int], Page]
 PREFIX = "s3://bucket/many/"

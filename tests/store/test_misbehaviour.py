@@ -30,8 +30,8 @@ from dataplane.model.errors import (
 from dataplane.store.connect import Stores, open_store
 from dataplane.store.expand import expand
 from dataplane.store.obstore_faults import mapped
-from dataplane.store.policy import UrlPolicy
 from dataplane.store.reads import PIECE_BYTES
+from dataplane.store.url_policy import UrlPolicy
 
 BODY = bytes(i % 251 for i in range(200_000))
 URL = "s3://bucket/shard.bin"

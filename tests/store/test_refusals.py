@@ -32,9 +32,9 @@ from dataplane.store.base import Reconnecting, Store
 from dataplane.store.connect import Stores, open_store
 from dataplane.store.faults import FAULTS, fault_of, kind_of
 from dataplane.store.outage import Outage, Outages
-from dataplane.store.policy import UrlPolicy
 from dataplane.store.reads import PIECE_BYTES, fill
 from dataplane.store.retry import PROBE, SLOW_DOWN, Retrying
+from dataplane.store.url_policy import UrlPolicy
 
 BODY = bytes(i % 251 for i in range(300_000))
 URL = "s3://bucket/shard.bin"
