@@ -186,7 +186,7 @@ class ArrowIpc:
         part = partial_batch(block, columns) if block.pieces else None
         if part is not None and not columns:
             check_rows(url, start, block.rows, part.head.rows)
-            return batch_of({}, schema, columns, block.rows)
+            return batch_of({}, schema, columns, block)
         with foreign_faults(url, start, "the record batch cannot be decoded"):
             batches = _read_alone(block, part, schema, columns)
             if batches is None:
@@ -199,10 +199,11 @@ class ArrowIpc:
         if len(batches) == 1 and is_as_stored(batches[0].schema, schema, columns):
             return batches[0]
         with foreign_faults(url, start, "the record batches cannot be joined"):
+            present = [name for name in batches[0].schema.names if name in set(columns)]
             arrays = {
-                name: _joined([b.column(name) for b in batches], name, url) for name in columns
+                name: _joined([b.column(name) for b in batches], name, url) for name in present
             }
-            return batch_of(arrays, schema, columns, rows)
+            return batch_of(arrays, schema, columns, block)
 
 
 def _with_length(url: str, schema: memoryview) -> memoryview:
@@ -399,8 +400,8 @@ def _read(
     opened = open_(source, options=pa.ipc.IpcReadOptions(use_threads=False))
     if not is_as_stored(opened.schema, schema, columns):
         stored = opened.schema
-        check_shard(dataset_schema(stored, block.url), schema, columns, block.url)
-        fields = sorted(stored.get_field_index(name) for name in columns)
+        present = check_shard(dataset_schema(stored, block.url), schema, columns, block.url)
+        fields = sorted(map(stored.get_field_index, present))
         options = pa.ipc.IpcReadOptions(
             included_fields=fields or [0][: len(stored)], use_threads=False
         )

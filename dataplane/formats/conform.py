@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 import pyarrow as pa
 
 from dataplane.formats.arrays import read_as, record_batch, widened
+from dataplane.formats.base import RawBlock
 from dataplane.formats.faults import FOREIGN, corrupt, foreign_faults
-from dataplane.formats.joint_types import is_readable_as
+from dataplane.formats.joint_types import is_readable_as, same_type
 from dataplane.formats.nulls import is_flat
+from dataplane.formats.unsupported import is_missing
 from dataplane.model.errors import ConfigError, SchemaMismatch
 
 _NAMES_SHOWN = 100
@@ -84,19 +86,27 @@ def check_columns(schema: pa.Schema, columns: Sequence[str]) -> None:
             raise ConfigError(f"the dataset has no column {name!r}; it has {have}", field=name)
 
 
-def check_shard(stored: pa.Schema, schema: pa.Schema, columns: Sequence[str], url: str) -> None:
-    """Refuse a shard that lacks one of `columns` or has it with another type.
+def check_shard(
+    stored: pa.Schema, schema: pa.Schema, columns: Sequence[str], url: str
+) -> list[str]:
+    """Refuse a shard that has one of `columns` with another type, or lacks it unless the dataset's
+    schema says that some shards do. Return the columns that the shard has.
 
     Raises:  SchemaMismatch: shard, field, expected, found.  ConfigError: no such column.
     """
     check_columns(schema, columns)
+    present = []
     for name in columns:
-        expected = schema.field(name).type
+        field = schema.field(name)
         at = stored.get_field_index(name)
         if at < 0:
-            raise mismatch(url, name, str(expected), "no such column")
-        if not is_readable_as(stored.field(at).type, expected):
-            raise mismatch(url, name, str(expected), str(stored.field(at).type))
+            if not is_missing(field):
+                raise mismatch(url, name, str(field.type), "no such column")
+            continue
+        if not is_readable_as(stored.field(at).type, field.type):
+            raise mismatch(url, name, str(field.type), str(stored.field(at).type))
+        present.append(name)
+    return present
 
 
 def is_as_stored(stored: pa.Schema, schema: pa.Schema, columns: Sequence[str]) -> bool:
@@ -109,26 +119,60 @@ def is_as_stored(stored: pa.Schema, schema: pa.Schema, columns: Sequence[str]) -
 
 
 def batch_of(
-    arrays: Mapping[str, pa.Array], schema: pa.Schema, columns: Sequence[str], rows: int
+    arrays: Mapping[str, pa.Array], schema: pa.Schema, columns: Sequence[str], block: RawBlock
 ) -> pa.RecordBatch:
     """Combine arrays into one batch with exactly `columns`, in the dataset's types; with wide
-    offsets where narrow ones cannot hold a block.
+    offsets where narrow ones cannot hold a block. Columns without an array are null.
+
+    Raises:  SchemaMismatch: a value does not fit into the dataset's type.
     """
     wanted = [schema.field(name) for name in columns]
     if not wanted:
         # RecordBatch.from_arrays would lose the number of rows if there are no columns.
-        return pa.RecordBatch.from_struct_array(pa.array([{}] * rows, type=pa.struct([])))
-    typed = [_typed(arrays[field.name], field.type) for field in wanted]
+        return pa.RecordBatch.from_struct_array(pa.array([{}] * block.rows, type=pa.struct([])))
+    typed = [
+        _typed(arrays[field.name], field, block)
+        if field.name in arrays
+        else pa.nulls(block.rows, field.type)
+        for field in wanted
+    ]
     return record_batch(typed, pa.schema(wanted))
 
 
-def _typed(array: pa.Array, kind: pa.DataType) -> pa.Array:
+def _typed(array: pa.Array, field: pa.Field, block: RawBlock) -> pa.Array:
+    kind = field.type
     try:
         return read_as(array, kind)
-    except pa.ArrowInvalid:
-        if array.type.equals(widened(array.type)):
+    except pa.ArrowInvalid as fault:
+        if same_type(widened(kind), array.type):
             return array
-        raise
+        if same_type(kind, array.type):
+            raise
+        row = _first_unlike(array, kind)
+        raise SchemaMismatch(
+            f"{block.url}: row {row} of block {block.index}: column {field.name!r} is "
+            f"{array.type} here and {kind} in the dataset, whose shards differ, and this type "
+            f"cannot hold {array[row]!s:.100} ({str(fault).partition(chr(10))[0]:.200}); write the "
+            "shards again with one type, or leave the column out with columns=[…]",
+            shard=block.url,
+            field=field.name,
+            expected=str(kind),
+            found=str(array.type),
+        ) from fault
+
+
+def _first_unlike(array: pa.Array, kind: pa.DataType) -> int:
+    """Return the first row that cannot be read as this type; there is one."""
+    start, stop = 0, len(array)
+    while stop - start > 1:
+        middle = (start + stop) // 2
+        try:
+            read_as(pa.concat_arrays([array.slice(start, middle - start)]), kind)
+        except pa.ArrowInvalid:
+            stop = middle
+        else:
+            start = middle
+    return start
 
 
 def check_rows(url: str, offset: int, expected: int, count: int) -> None:

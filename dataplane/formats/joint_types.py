@@ -1,7 +1,10 @@
 """Choose a type in which a column can be read from all shards of a dataset, if the shards differ.
 
-Types count as equal if their batches are equal: text of any offset width or encoding is text, and a
-time is the same in every time zone. All other types are different.
+Text of any offset width or encoding is text, and a time is the same in every time zone. Numbers,
+times and decimals of different sizes, units and scales have a joint type if one type holds the
+values of both: no value changes. Only integers of 64 bits beside floats need a check of each value,
+and times in a finer unit, which ends earlier: decoding refuses those that do not fit. Types of
+different kinds have no joint type.
 
 Formats without a stored schema infer one from a shard's first samples, and mark it as inferred. Two
 inferred schemas may differ only because one sample lacked some values, so a dataset keeps the first
@@ -17,6 +20,30 @@ import pyarrow as pa
 from dataplane.formats.arrays import ANY_LISTS, BYTES, TEXTS, widened
 
 INFERRED_MARK = b"dataplane.inferred"
+
+_NUMBERS = (
+    *(pa.int8(), pa.uint8(), pa.int16(), pa.uint16(), pa.int32(), pa.uint32(), pa.int64()),
+    *(pa.uint64(), pa.float16(), pa.float32(), pa.float64()),
+)
+_MANTISSA_BITS = {16: 11, 32: 24, 64: 53}
+
+
+def _range(kind: pa.DataType) -> tuple[float, float, bool]:
+    """Return the range in which a type holds all integers, and whether it has fractions. That of
+    double is larger than the range of any other type of floats.
+    """
+    bits = int(kind.bit_width)
+    if pa.types.is_floating(kind):
+        end = 1 << _MANTISSA_BITS[bits]
+        return -end, end, True
+    is_signed = bool(pa.types.is_signed_integer(kind))
+    end = 1 << bits - is_signed
+    return -end if is_signed else 0, end - 1, False
+
+
+_RANGES = {kind.id: _range(kind) for kind in _NUMBERS}
+_UNITS = ("s", "ms", "us", "ns")
+_DIGITS_MAX, _DIGITS_128 = 76, 38
 
 
 def inferred_schema(columns: Mapping[str, pa.DataType], *, closed: bool = False) -> pa.Schema:
@@ -106,12 +133,40 @@ def joint_type(kind: pa.DataType, other: pa.DataType) -> pa.DataType | None:
     for family, largest in ((TEXTS, pa.large_string()), (BYTES, pa.large_binary())):
         if kind.id in family and other.id in family:
             return largest
-    if pa.types.is_timestamp(kind) and pa.types.is_timestamp(other):
-        is_instant = kind.unit == other.unit and kind.tz and other.tz
-        return pa.timestamp(kind.unit, "UTC") if is_instant else None
     if pa.types.is_decimal(kind) and pa.types.is_decimal(other):
         return _joint_decimal(kind, other)
-    return _joint_nested(kind, other)
+    return _joint_number(kind, other) or _joint_time(kind, other) or _joint_nested(kind, other)
+
+
+def _joint_number(kind: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+    """Return the smallest type that holds all numbers of both types. double also stands for
+    integers of 64 bits beside floats, up to 2**53.
+    """
+    if not (kind.id in _RANGES and other.id in _RANGES):
+        return None
+    lows, highs, floats = zip(_RANGES[kind.id], _RANGES[other.id], strict=True)
+    for joint in _NUMBERS:
+        low, high, is_float = _RANGES[joint.id]
+        holds = low <= min(lows) and high >= max(highs)
+        if is_float == any(floats) and (holds or joint == pa.float64()):
+            return joint
+    return None
+
+
+def _joint_time(kind: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+    """Return the type with the finer unit; a time zone is kept only if both types have it."""
+    if pa.types.is_date(kind) and pa.types.is_date(other):
+        return pa.date64()
+    for is_kind in (pa.types.is_timestamp, pa.types.is_duration, pa.types.is_time):
+        if is_kind(kind) and is_kind(other):
+            unit = max(kind.unit, other.unit, key=_UNITS.index)
+            if is_kind is pa.types.is_duration:
+                return pa.duration(unit)
+            if is_kind is pa.types.is_time:
+                return pa.time32(unit) if unit in _UNITS[:2] else pa.time64(unit)
+            if bool(kind.tz) == bool(other.tz):
+                return pa.timestamp(unit, kind.tz if kind.tz == other.tz else "UTC")
+    return None
 
 
 def _joint_nested(kind: pa.DataType, other: pa.DataType) -> pa.DataType | None:
@@ -146,11 +201,13 @@ def _joint_struct(kind: pa.DataType, other: pa.DataType) -> pa.DataType | None:
 
 
 def _joint_decimal(kind: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    if kind.scale != other.scale:
+    scale = max(kind.scale, other.scale)
+    digits = scale + max(kind.precision - kind.scale, other.precision - other.scale)
+    if digits > _DIGITS_MAX:
         return None
     wide = kind if kind.precision >= other.precision else other
-    make = pa.decimal256 if wide.bit_width > 128 else pa.decimal128
-    return make(wide.precision, wide.scale)
+    is_wide = wide.bit_width > 128 or digits > _DIGITS_128
+    return (pa.decimal256 if is_wide else pa.decimal128)(digits, scale)
 
 
 def joint_inferred(kind: pa.DataType, other: pa.DataType, *, closed: bool) -> pa.DataType | None:

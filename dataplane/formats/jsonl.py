@@ -162,7 +162,7 @@ class JsonLines:
             check_exact(block.url, _lines(body, base), {f.name: f.type for f in explicit})
         with foreign_faults(block.url, base, "the lines cannot be joined"):
             arrays = {name: joined(table.column(name).chunks) for name in columns}
-            return batch_of(arrays, schema, columns, block.rows)
+            return batch_of(arrays, schema, columns, block)
 
 
 def _blocks(

@@ -114,11 +114,11 @@ class Parquet:
             opened = _opened(block, metadata)
             stored = opened.schema_arrow
             as_stored, leaves = is_as_stored(stored, schema, columns), None
+            present = columns if as_stored else check_shard(stored, schema, columns, url)
             if not as_stored:
-                check_shard(stored, schema, columns, url)
-                leaves = _leaves(stored, columns, metadata.num_columns)
+                leaves = _leaves(stored, present, metadata.num_columns)
             table = _read_group(opened.reader, group, leaves, block.rows)
-            for name, own in _int96_columns(block.preamble, opened, columns):
+            for name, own in _int96_columns(block.preamble, opened, present):
                 again = _opened(block, metadata, int96_unit="s").reader
                 seconds = again.read_row_group(group, column_indices=own, use_threads=False)
                 _check_int96(table.column(name), name, seconds.column(0), block)
@@ -126,9 +126,9 @@ class Parquet:
             if len(batches) == 1:
                 check_rows(url, start, block.rows, table.num_rows)
                 return validated(batches[0], url, start)
-            arrays = {name: joined(table.column(name).chunks) for name in columns}
-            check_rows(url, start, block.rows, table.num_rows if columns else block.rows)
-            batch = batch_of(arrays, schema, columns, block.rows)
+            arrays = {name: joined(table.column(name).chunks) for name in present}
+            check_rows(url, start, block.rows, table.num_rows if present else block.rows)
+            batch = batch_of(arrays, schema, columns, block)
         return validated(batch, url, start)
 
 

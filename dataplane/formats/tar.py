@@ -356,7 +356,7 @@ class Tar:
         if KEY in columns:
             keys = [sample.key.encode() for sample in stored]
             arrays[KEY] = bytes_column(keys, schema.field(KEY).type)
-        return batch_of(arrays, schema, columns, block.rows)
+        return batch_of(arrays, schema, columns, block)
 
 
 def is_new_field(schema: pa.Schema, field: str) -> bool:

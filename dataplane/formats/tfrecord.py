@@ -122,7 +122,7 @@ class TfRecord:
         arrays = {
             name: _column(body, records, starts, schema.field(name), source.url) for name in columns
         }
-        return batch_of(arrays, schema, columns, block.rows)
+        return batch_of(arrays, schema, columns, block)
 
 
 def _masked_crc(piece: memoryview) -> int:

@@ -48,17 +48,32 @@ def differing(field: pa.Field) -> Difference | None:
     return None if mark is None else msgspec.json.decode(mark, type=complete(Difference))
 
 
+def is_missing(field: pa.Field) -> bool:
+    """Return whether shards differ in this column only because some lack it."""
+    difference = differing(field)
+    return difference is not None and "" in difference.types
+
+
 def mismatch_of(
     name: str,
     difference: Difference,
     url_of: Callable[[int], str],
     others: Sequence[str] = (),
+    also: Sequence[str] = (),
 ) -> SchemaMismatch:
     """Return the error for a request of a differing column. `others` are the columns that can be
-    read.
+    read, `also` those that differ too.
     """
     (first, second), (expected, second_type) = map(url_of, difference.shards), difference.nouns
     way = f", or select the others with columns=[…]: {_some(others)}" if others else ""
+    if "" in difference.types:
+        way += (
+            f'. To read the rows of a shard without it as nulls, pass fill_null={{"{name}": …}} or '
+            'nulls="mask"'
+        )
+    twins = [other for other in also if other.casefold() == name.casefold() and other != name]
+    if twins:
+        way += f". Is {twins[0]!r} the same column? Then rename one of them"
     return SchemaMismatch(
         f"{second}: column {name!r}: {first} has {expected}, this shard has {second_type}; "
         f"rewrite one of them, or leave it out of the dataset{way}",
@@ -82,7 +97,7 @@ def refuse_differing(schema: pa.Schema, names: Sequence[str], url_of: Callable[[
     for name in names if marked else ():
         if name in marked:
             others = [other for other in schema.names if other not in marked]
-            raise mismatch_of(name, marked[name], url_of, others)
+            raise mismatch_of(name, marked[name], url_of, others, list(marked))
 
 
 UNSUPPORTED_MARK = b"dataplane.unsupported"

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 from msgspec import Struct
 
-from dataplane.formats.unsupported import refuse_differing, supported_names
+from dataplane.formats.unsupported import is_missing, refuse_differing, supported_names
 from dataplane.index.projection import Projection
 from dataplane.model.config import JobSpec
 from dataplane.model.records import ColumnOptions, Kind, View
@@ -16,11 +16,12 @@ from dataplane.plan.columns import NEVER, NullCounts
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.permute import Words
 from dataplane.plan.views import first_rows, has_shares, shard_words
-from dataplane.transforms.annotations import annotated
+from dataplane.transforms.annotations import annotated, marks_nulls
 from dataplane.transforms.codes import coded_columns
 from dataplane.transforms.columns import ColumnPlan
 from dataplane.transforms.lists import LISTS
 from dataplane.transforms.made_columns import MappedColumns
+from dataplane.transforms.nulls import Fills
 from dataplane.transforms.row_filter import reads_columns
 from dataplane.worker.block_mapping import FOUND_COLUMNS
 from dataplane.worker.columns import Ints, RowLayout
@@ -62,8 +63,24 @@ def columns_of(manifest: Manifest, spec: JobSpec, mapped: MappedColumns | None =
     row_layout, fixed_bytes = plan_row_layout(plan.specs), _fixed_bytes(plan.schema)
     top_level = plan.leaves.top_level if mapped is None else mapped.reads
     read = reads_columns(spec.view, schema, top_level)
-    refuse_differing(schema, read, manifest.shards.urls.__getitem__)
+    filled = () if mapped is not None else filled_columns(schema, plan.leaves)
+    is_canonical = is_canonical and not filled
+    refused = [name for name in read if name not in filled]
+    refuse_differing(schema, refused, manifest.shards.urls.__getitem__)
     return Columns(schema, plan, top_level, is_canonical, is_fixed, fixed_bytes, row_layout, mapped)
+
+
+def filled_columns(schema: pa.Schema, plan: ColumnPlan) -> frozenset[str]:
+    """Return the columns that some shards lack and that the job reads as nulls there: it says what
+    becomes of nulls in all of their leaves.
+    """
+    fills, is_marked = Fills.of(plan.options), marks_nulls(plan.options)
+    top_level = frozenset(plan.top_level)
+    missing = {field.name for field in schema if field.name in top_level and is_missing(field)}
+    for spec, leaf in zip(plan.specs, plan.leaves, strict=True) if missing else ():
+        if not (is_marked or fills.is_given(spec)):
+            missing.discard(leaf.top)
+    return frozenset(missing)
 
 
 def columns_to_find(manifest: Manifest) -> Columns:

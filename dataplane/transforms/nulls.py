@@ -37,6 +37,12 @@ class Fills(Struct, frozen=True):
         """Return the values that a job gives."""
         return cls(dict(options.fill_null), options.fill_null_all)
 
+    def is_given(self, spec: ColumnSpec) -> bool:
+        """Return whether the job gives a value for the nulls of this column."""
+        if spec.name in self.by_column:
+            return True
+        return self.everywhere is not None and is_value_of(spec.dtype, self.everywhere)
+
     def value(self, spec: ColumnSpec, *, is_marked: bool = False) -> float | None:
         """Return the value for one column: NaN for floats without a value, None if its nulls must
         be refused. Marked nulls without a value become 0.
@@ -44,7 +50,7 @@ class Fills(Struct, frozen=True):
         named = self.by_column.get(spec.name)
         if named is not None:
             return named
-        if self.everywhere is not None and is_value_of(spec.dtype, self.everywhere):
+        if self.is_given(spec):
             return self.everywhere
         if "float" in spec.dtype:
             return math.nan

@@ -187,20 +187,19 @@ def test_a_shard_with_only_nulls_has_any_type(tmp_path: Path, place: int, writer
 
 DIFFERENT = [
     (pa.int64(), pa.string()),
-    (pa.int32(), pa.int64()),
-    (pa.float32(), pa.float64()),
+    (pa.uint64(), pa.int64()),
+    (pa.decimal128(9, 2), pa.int64()),
     (pa.bool_(), pa.int8()),
     (pa.string(), pa.binary()),
-    (pa.timestamp("us"), pa.timestamp("ms")),
     (pa.timestamp("us"), pa.timestamp("us", "UTC")),
     (pa.date32(), pa.timestamp("ms")),
     (pa.list_(pa.int8()), pa.list_(pa.int8(), 2)),
     (pa.list_(pa.int8(), 2), pa.list_(pa.int8(), 3)),
-    (pa.list_(pa.int8()), pa.large_list(pa.int16())),
+    (pa.list_(pa.int8()), pa.large_list(pa.bool_())),
     (pa.struct([("a", pa.int8())]), pa.struct([("a", pa.int8()), ("b", pa.int8())])),
     (pa.struct([("a", pa.int8())]), pa.struct([("a", pa.string())])),
     (pa.map_(pa.string(), pa.int8()), pa.map_(pa.string(), pa.string())),
-    (pa.decimal128(9, 2), pa.decimal128(9, 3)),
+    (pa.decimal128(9, 2), pa.float64()),
     (pa.fixed_shape_tensor(pa.int8(), [2, 2]), pa.list_(pa.int8(), 4)),
 ]
 

@@ -22,7 +22,7 @@ from shards import (
     tfrecord_bytes,
 )
 
-from dataplane.model.errors import ConfigError, SpecMismatch
+from dataplane.model.errors import ConfigError, SchemaMismatch, SpecMismatch
 
 pytestmark = pytest.mark.usefixtures("shared_node")
 
@@ -407,3 +407,53 @@ def test_a_column_without_lists_is_reported_when_the_job_opens(tmp_path: Path) -
         pytest.raises(ConfigError, match="max_length names 'id', which is not a column of lists"),
     ):
         len(loader)
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_shards_whose_columns_drifted_are_read_as_one_dataset(tmp_path: Path, suffix: str) -> None:
+    write = {"parquet": parquet_bytes, "arrow": arrow_bytes}[suffix]
+    rows = 20_000  # enough for places of columns
+    day = np.datetime64("2024-05-01T00:00:00", "s")
+    tables = [
+        pa.table(
+            {
+                "id": pa.array(range(rows), pa.int32()),
+                "score": pa.array([1] * rows, pa.int64()),
+                "time": pa.array([day] * rows, pa.timestamp("s")),
+                "other": ["a" * 16] * rows,
+            }
+        ),
+        pa.table(
+            {
+                "other": [None] * rows,
+                "score": pa.array([2.5, None] * (rows // 2), pa.float32()),
+                "id": pa.array(range(rows, 2 * rows), pa.int64()),
+                "age": pa.array([30] * rows, pa.int8()),
+                "time": pa.array([day.astype("M8[ns]")] * rows, pa.timestamp("ns")),
+            }
+        ),
+    ]
+    for at, table in enumerate(tables):
+        (tmp_path / f"{at}.{suffix}").write_bytes(write(table))
+    columns, ns = ["id", "score", "time"], day.astype("M8[ns]").astype(int)
+    with DataLoader(str(tmp_path), 1000, columns=columns, where="id % 100 == 0") as loader:
+        read = {name: torch.cat([batch[name] for batch in loader]) for name in columns}
+    assert read["id"].tolist() == list(range(0, 2 * rows, 100))
+    assert read["score"].dtype == torch.float64
+    assert read["score"].tolist() == [1.0] * (rows // 100) + [2.5] * (rows // 100)
+    assert set(read["time"].tolist()) == {ns}
+    with DataLoader(
+        str(tmp_path), 1000, columns=["age", "id"], where="score < 2", fill_null={"age": -1}
+    ) as loader:
+        assert {age for batch in loader for age in batch["age"].tolist()} == {-1}
+    with DataLoader(str(tmp_path), 1000, columns=["age"], fill_null=-1, shuffle=True) as loader:
+        ages = torch.cat([batch["age"] for batch in loader]).tolist()
+    assert sorted(ages) == [-1] * rows + [30] * rows
+    with DataLoader(str(tmp_path), 1000, columns=["age", "other"], nulls="mask") as loader:
+        missing = torch.cat([batch["age.is_null"] for batch in loader]).tolist()
+    assert missing == [True] * rows + [False] * rows
+    with (
+        pytest.raises(SchemaMismatch, match=r"0\.\w+ has no such column.*fill_null=\{\"age\": …\}"),
+        DataLoader(str(tmp_path), 1000, columns=["age"]) as loader,
+    ):
+        next(iter(loader))
