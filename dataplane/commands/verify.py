@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, TypeVar
@@ -20,7 +20,7 @@ from dataplane.commands.options import (
     urls_argument,
     workers_option,
 )
-from dataplane.model.errors import DataplaneError
+from dataplane.model.errors import DataplaneError, ImageError
 from dataplane.model.redact import redacted
 from dataplane.store.faults import UNREACHABLE
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 ERRORS_SHOWN = 50
 EMPTY_SHOWN = 10
+UNDECODABLE_MAX = 10_000
 
 T = TypeVar("T")
 Task = tuple[str, Callable[[], T]]
@@ -48,7 +49,8 @@ class Fault:
 @dataclass(slots=True)
 class Findings:
     """Counts of the shards, blocks, samples and bytes that were read; the shards without samples;
-    the columns of bytes, which are not decoded; and the faults.
+    the columns of bytes that are not decoded; how many images were decoded, and how many cannot be;
+    and the faults, with the first UNDECODABLE_MAX of these images.
     """
 
     shards: int = 0
@@ -57,6 +59,8 @@ class Findings:
     bytes: int = 0
     empty: list[str] = field(default_factory=list)
     not_decoded: list[str] = field(default_factory=list)
+    images: int = 0
+    undecodable: int = 0
     errors: list[Fault] = field(default_factory=list)
 
     def note(self, shard: str, error: DataplaneError) -> None:
@@ -69,6 +73,7 @@ class Findings:
 @urls_argument
 @format_option
 @workers_option
+@click.option("--decode", is_flag=True, help="Also decode the images in columns of bytes.")
 @json_option
 @click.pass_context
 @interruptible
@@ -79,14 +84,16 @@ def verify(
     *,
     format_name: str,
     workers: int,
+    decode: bool,
     as_json: bool,
 ) -> None:
     """Read and check every sample of a dataset once.
 
     Indexes every shard again, fetches and decodes every block, and checks checksums, lengths,
     counts and schemas. It continues after an error and lists all of them; the exit status is 1 if
-    there are any. A manifest is checked against the shards as they are now. Images and other bytes
-    in columns are read, but not decoded.
+    there are any. A manifest is checked against the shards as they are now. Images in columns of
+    bytes are read, but decoded only with --decode, which lists those that cannot be, by shard and
+    row. A column has images if one of its values is an image.
 
     Damage without a checksum may go undetected: TFRecord has a checksum for every record; most
     writers of Parquet leave page checksums out, and JSON lines and plain Arrow have none.
@@ -95,10 +102,10 @@ def verify(
     Examples:
       dataplane verify s3://bucket/train/
       dataplane verify train.manifest --workers 32
-      dataplane verify 'shards/*.tar' --json
+      dataplane verify 'shards/*.tar' --decode --json
     """
     with output.progress() as bar:
-        findings = verified(urls, format_name, workers, bar)
+        findings = verified(urls, format_name, workers, bar, decode=decode)
     if as_json:
         output.write_json({"ok": not findings.errors, **asdict(findings)})
     else:
@@ -106,8 +113,10 @@ def verify(
     context.exit(output.EXIT_BAD_DATA if findings.errors else output.EXIT_OK)
 
 
-def verified(urls: Sequence[str], format_name: str, workers: int, bar: Progress) -> Findings:
-    """Check everything that `urls` name.
+def verified(
+    urls: Sequence[str], format_name: str, workers: int, bar: Progress, *, decode: bool = False
+) -> Findings:
+    """Check everything that `urls` name; if asked, decode its images.
 
     Raises:  ConfigError, StoreError: there are no shards to check.
     """
@@ -124,17 +133,40 @@ def verified(urls: Sequence[str], format_name: str, workers: int, bar: Progress)
         findings.shards = sum(len(one.shards) for one in agreeing)
         total = sum(int(one.block_length.sum()) for one in agreeing)
         task = bar.add_task("reading", total=total, note="")
-        reading = _side_by_side(_reads(agreeing, schema), workers)
+        images: dict[str, Images] = {}
+        reading = _side_by_side(_reads(agreeing, schema, decode=decode), workers)
         for url, result in reading:
             if isinstance(result, DataplaneError):
                 findings.note(url, result)
             else:
-                rows, size = result
                 findings.blocks += 1
-                findings.samples += rows
-                findings.bytes += size
-                bar.update(task, advance=size, note=f"{findings.samples:,} samples")
+                findings.samples += result.rows
+                findings.bytes += result.size_bytes
+                for column, some in result.images.items():
+                    images.setdefault(column, Images()).add(some)
+                note = f"{findings.samples:,} samples"
+                bad = sum(some.undecodable for some in images.values() if some.decoded)
+                note += f", {bad:,} undecodable images" if bad else ""
+                bar.update(task, advance=result.size_bytes, note=note)
+        _note_images(images, findings)
     return findings
+
+
+def _note_images(images: Mapping[str, Images], findings: Findings) -> None:
+    for column, some in images.items():
+        if not some.decoded:  # other bytes
+            continue
+        findings.images += some.decoded
+        findings.undecodable += some.undecodable
+        for name in (column, column.partition(".")[0]):
+            if name in findings.not_decoded:
+                findings.not_decoded.remove(name)
+        room = max(
+            0, UNDECODABLE_MAX - sum(fault.kind == "ImageError" for fault in findings.errors)
+        )
+        for url, row, reason in sorted(some.faults)[:room]:
+            error = ImageError(f"{url}: row {row}, column {column!r}: {reason}", shard=url)
+            findings.note(url, error)
 
 
 def _manifests(
@@ -248,23 +280,95 @@ def _note_unsupported(schema: pa.Schema, url: str, findings: Findings) -> None:
         findings.note(url, refusal(reasons, supported_names(schema), url))
 
 
-def _reads(manifests: Iterable[Manifest], schema: pa.Schema) -> Iterator[Task[tuple[int, int]]]:
+@dataclass(slots=True)
+class Images:
+    """The values of a column of bytes: how many are images that can be decoded, how many cannot be
+    decoded, and the shard, row and reason of the first of these.
+    """
+
+    decoded: int = 0
+    undecodable: int = 0
+    faults: list[tuple[str, int, str]] = field(default_factory=list)
+
+    def add(self, other: Images) -> None:
+        """Add the values of another block."""
+        self.decoded += other.decoded
+        self.undecodable += other.undecodable
+        self.faults += other.faults[: UNDECODABLE_MAX - len(self.faults)]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRead:
+    """A block that was read, and its images by column."""
+
+    rows: int
+    size_bytes: int
+    images: Mapping[str, Images]
+
+
+def _reads(
+    manifests: Iterable[Manifest], schema: pa.Schema, *, decode: bool
+) -> Iterator[Task[BlockRead]]:
     from dataplane.commands.datasets import read_block
     from dataplane.formats.unsupported import supported_names
+    from dataplane.plan.views import first_rows
 
     names = supported_names(schema)
 
-    def reading(manifest: Manifest, block: int) -> Callable[[], tuple[int, int]]:
-        def read() -> tuple[int, int]:
+    def reading(manifest: Manifest, block: int, url: str, row: int) -> Callable[[], BlockRead]:
+        def read() -> BlockRead:
             batch = read_block(manifest, block, schema, names)
-            return batch.num_rows, int(manifest.block_length[block])
+            images = dict(_images_of(batch, url, row)) if decode else {}
+            return BlockRead(batch.num_rows, int(manifest.block_length[block]), images)
 
         return read
 
     for manifest in manifests:
+        first = first_rows(manifest)
         for block in range(manifest.block_count):
             url = manifest.shards[int(manifest.block_shard[block])].url
-            yield url, reading(manifest, block)
+            yield url, reading(manifest, block, url, int(first[block]))
+
+
+def _images_of(batch: pa.RecordBatch, url: str, first_row: int) -> Iterator[tuple[str, Images]]:
+    """Yield each column of bytes, with its values decoded as a trainer's images are."""
+    import pyarrow as pa
+
+    from dataplane.formats.arrays import BYTES, read_as
+
+    columns = list(zip(batch.schema.names, batch.columns, strict=True))
+    for name, array in columns:
+        plain = array.storage if isinstance(array, pa.ExtensionArray) else array
+        if pa.types.is_struct(plain.type):
+            parts = zip(plain.type.fields, plain.flatten(), strict=True)
+            columns += [(f"{name}.{part.name}", values) for part, values in parts]
+        elif plain.type.id in BYTES:
+            yield name, _decoded(read_as(plain, pa.large_binary()), url, first_row)
+
+
+def _decoded(values: pa.Array, url: str, first_row: int) -> Images:
+    import numpy as np
+
+    from dataplane.transforms import pixels
+    from dataplane.transforms.view import PixelView
+
+    images, view = Images(), PixelView(8, 8, "HWC", "uint8", None, None)
+    out, flips = np.empty(view.bytes, np.uint8), np.zeros(1, np.uint8)
+    for row, value in enumerate(values):
+        if not value.is_valid:
+            continue
+        buffer = value.as_buffer()
+        place = np.array([[buffer.address, buffer.size]])
+        try:
+            box = np.concatenate([[(0, 0)], pixels.sizes(place)], axis=1).astype(np.float64)
+            pixels.render(place, box, flips, view, out)
+        except ImageError as error:
+            images.undecodable += 1
+            if len(images.faults) < UNDECODABLE_MAX:
+                images.faults.append((url, first_row + row, str(error)))
+        else:
+            images.decoded += 1
+    return images
 
 
 def _give_up() -> None:
@@ -322,7 +426,8 @@ def _report(findings: Findings) -> None:
         )
     if not findings.errors:
         shards = output.counted(findings.shards, "shard")
-        output.stdout().print(f"[green]OK[/]: {read} of {shards}, {size}, no damage found")
+        images = f", {output.counted(findings.images, 'image')} decoded" if findings.images else ""
+        output.stdout().print(f"[green]OK[/]: {read} of {shards}, {size}{images}, no damage found")
         if findings.not_decoded:
             names = ", ".join(findings.not_decoded)
             output.stdout().print(
@@ -336,6 +441,9 @@ def _report(findings: Findings) -> None:
     if len(faults) > ERRORS_SHOWN:
         console.print(f"… and {len(faults) - ERRORS_SHOWN:,} more; --json has all of them")
     bad = len({fault.shard for fault in faults})
+    if findings.undecodable:
+        every = output.counted(findings.images + findings.undecodable, "image")
+        console.print(f"{findings.undecodable:,} of {every} cannot be decoded", markup=False)
     console.print(
         f"[red]{output.counted(len(faults), 'error')}[/] in {output.counted(bad, 'shard')}; "
         f"{read} ({size}) are undamaged"

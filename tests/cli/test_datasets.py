@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import socket
@@ -15,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from bombs import long_line
 from dataplane_torch import DataLoader, Pack
+from pictures import drawn, encoded
 from small_nodes import alone_and_small
 
 from dataplane.cli import run
@@ -208,6 +210,32 @@ def test_verify_names_the_columns_that_it_does_not_look_into(tmp_path, capsys):
     assert asked(capsys, "verify", str(tmp_path))["not_decoded"] == ["image", "raw"]
     assert run(["verify", str(tmp_path)]) == 0
     assert "Bytes, such as images, were read and not decoded: image, raw" in capsys.readouterr().out
+
+
+def test_verify_lists_the_images_that_cannot_be_decoded(tmp_path, capsys):
+    """As a trainer decodes them; nulls and other bytes are no images."""
+    good = [encoded(drawn(12, 16, seed=row)) for row in range(20)]
+    images, bad = list(good), {3: good[3][:-200], 7: b"", 12: b"no image", 19: good[0][:40]}
+    images[15] = None
+    for row, content in bad.items():
+        images[row] = content
+    rows = [None if image is None else {"bytes": image, "path": "a.jpg"} for image in images]
+    table = pa.table({"id": range(20), "image": rows, "jpg": images, "raw": [b"x"] * 20})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=6)
+    pq.write_table(table.slice(0, 3), tmp_path / "b.parquet")
+    found = asked(capsys, "verify", str(tmp_path), "--decode", code=1)
+    assert (found["images"], found["undecodable"]) == (2 * (15 + 3), 2 * len(bad))
+    assert found["not_decoded"] == ["raw"]
+    told = [(fault["kind"], fault["shard"].rpartition("/")[2]) for fault in found["errors"]]
+    assert told == [("ImageError", "a.parquet")] * 2 * len(bad)
+    for column, place in itertools.product(("image.bytes", "jpg"), bad):
+        assert any(f"row {place}, column {column!r}: " in e["message"] for e in found["errors"])
+    assert run(["verify", str(tmp_path), "--decode"]) == 1
+    out = capsys.readouterr().out
+    assert "8 of 44 images cannot be decoded" in out
+    assert "8 errors in 1 shard" in out
+    assert run(["verify", f"{tmp_path}/b.parquet", "--decode"]) == 0
+    assert "6 images decoded, no damage found" in capsys.readouterr().out
 
 
 def test_verify_goes_on_and_lists_every_fault(shards, capsys):
