@@ -170,7 +170,7 @@ async def lend(
     listener = socket.create_server((LENDER_ADDRESS if lends else "127.0.0.1", 0))
     trace = Trace("bench")
     lender = Lending(listener, "lender", arena, trace, tls=tls)
-    lender.serve(give, lambda _: None)
+    lender.serve(give)
     lender.keys("job", 1, KEY)
     of = ("asker", "lender", bytes(16), 0, 0)
     neighbour = Neighbour("{}:{}".format(*listener.getsockname()), "job", 1, KEY, *of)

@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 from dataplane.arena.memfd import Arena
 from dataplane.base.trace import Trace
@@ -31,6 +32,15 @@ def free(_: socket.socket) -> None:
     """Nobody else reads the same bytes."""
 
 
+class NotedLending(Lending):
+    """Notes in `given` the numbers whose regions are no longer read."""
+
+    given: list[int]
+
+    def give(self, number: int, *region: Any, **more: Any) -> None:
+        super().give(number, *region, **more, after=lambda: self.given.append(number))
+
+
 class LendingNode:
     """Blocks 0 to BLOCKS, one after the other in its arena. `answer` says what to do if asked."""
 
@@ -49,14 +59,15 @@ class LendingNode:
         self.address = (
             f"[{host}]:{self.listens_at[1]}" if ":" in host else "{}:{}".format(*self.listens_at)
         )
-        self.lending = Lending(
+        self.lending = NotedLending(
             listener,
             node_id,
             self.arena,
             Trace("node"),
             tls=tls,
         )
-        self.lending.serve(self._on_asked, self.given.append)
+        self.lending.given = self.given
+        self.lending.serve(self._on_asked)
         self.lending.keys(JOB, GENERATION, self.key)
 
     def _on_asked(self, asked: lending.Asked) -> None:

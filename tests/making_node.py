@@ -79,11 +79,20 @@ class KeptSlabs:
         self.asked: set[int] = set()
         self.read: set[int] = set()
         """Asks whose region is being read."""
+        self.after: dict[int, Callable[[], object]] = {}
         self.arenas: dict[int, int] = {}
         self.lent_count = 0
 
-    def give(self, number: int, region: Region, arena_id: int, note: bytes) -> None:
+    def give(
+        self,
+        number: int,
+        region: Region,
+        arena_id: int,
+        note: bytes,
+        after: Callable[[], object] = bool,
+    ) -> None:
         self._once(number)
+        self.after[number] = after
         result = decode(tasks.Result, note).body
         self.answers[number] = Given(result, self._at(arena_id, region), arena_id, region)
         self.read.add(number)
@@ -201,7 +210,7 @@ class MakerNode:
         """The asker has got it."""
         assert self.lender.is_unchanged(number), "a slab was written while it was sent"
         self.lender.read.discard(number)
-        assert self.making.given(number)
+        self.lender.after.pop(number)()
 
     def passes(self, seconds: float) -> None:
         """Time passes."""

@@ -14,7 +14,6 @@ from dataplane.base.trace import Trace
 from dataplane.model.config import JobSpec
 from dataplane.node.dataset import dataset_of
 from dataplane.node.delivery import DeliveryArena
-from dataplane.node.effects import NOBODY, Neighbours
 from dataplane.node.engine import Engine
 from dataplane.node.fetch import BlockRead
 from dataplane.scheduler import events
@@ -27,6 +26,7 @@ class _Quiet:
 
     def __init__(self) -> None:
         self.requests: list[Sequence[BlockRead]] = []
+        self.origin = self
 
     def fetch(self, blocks: Sequence[BlockRead]) -> None:
         self.requests.append(blocks)
@@ -52,7 +52,7 @@ class SmallEngine:
     it has begun.
     """
 
-    def __init__(self, seed: int, neighbours: Neighbours = NOBODY) -> None:
+    def __init__(self, seed: int, neighbours: Any = None) -> None:
         world = World(random.Random(seed))
         quiet: Any = _Quiet()
         self.requests: list[Sequence[BlockRead]] = quiet.requests

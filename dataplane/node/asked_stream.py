@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from msgspec import Struct, field
 
@@ -33,6 +32,7 @@ from dataplane.node.delivery import (
     slab_sizes,
 )
 from dataplane.node.engine import Engine
+from dataplane.node.neighbours import Lending
 from dataplane.node.opener import DatasetOpener, OpenedJob
 from dataplane.rpc import tasks
 from dataplane.rpc.codec import encode
@@ -44,24 +44,6 @@ PATIENCE_S = 25.0
 HELD_S = 10.0
 _COMING_MAX = 64
 _NOTHING = Region(0, 0)
-
-
-class SlabLender(Protocol):
-    """The interface that sends slabs to the nodes that request them. `Lending` implements it."""
-
-    def give(self, number: int, region: Region, arena_id: int, note: bytes) -> None:
-        """Send the note and this region; a later event reports that the region is no
-        longer read.
-        """
-
-    def refuse(self, number: int, *, is_unknown: bool = False) -> None:
-        """Refuse a request."""
-
-    def lend_arena(self, arena_id: int, fd: int) -> None:
-        """Allow regions of this arena to be given from now on."""
-
-    def return_arena(self, arena_id: int) -> None:
-        """Forbid regions of this arena to be given."""
 
 
 class Ask(Struct, frozen=True):
@@ -105,12 +87,9 @@ class HeldSlabs(Struct, eq=False):
 
 
 class Answers(Struct, eq=False):
-    """Sends slabs of one delivery arena, and tracks those being sent. `on_given` maps the number of
-    a request to the action after its region is no longer read.
-    """
+    """Sends slabs of delivery arenas, and counts them."""
 
-    lender: SlabLender
-    on_given: dict[int, Callable[[], None]] = field(default_factory=dict)
+    lender: Lending
     slab_count: int = 0
     slab_bytes: int = 0
 
@@ -119,27 +98,12 @@ class Answers(Struct, eq=False):
         slab = made.slab
         self.slab_count += 1
         self.slab_bytes += slab.bytes_used
-        self.on_given[number] = after
         region = Region(slab.region.offset, slab.bytes_used)
-        self.lender.give(number, region, arena_id, made.note)
+        self.lender.give(number, region, arena_id, made.note, after=after)
 
     def tell(self, number: int, arena_id: int, result: tasks.ResultBody) -> None:
         """Answer without a slab."""
-        self.on_given[number] = _nothing_to_do
         self.lender.give(number, _NOTHING, arena_id, encode(tasks.Result(result)))
-
-    def given(self, number: int) -> bool:
-        """Note that the slab for this request is no longer read; return False if another object
-        sent it.
-        """
-        after = self.on_given.pop(number, None)
-        if after is not None:
-            after()
-        return after is not None
-
-
-def _nothing_to_do() -> None:
-    pass
 
 
 class AskedStream:
@@ -444,7 +408,7 @@ class MakingPlaces:
     """The arenas of one node. The lender may send their content until they are closed."""
 
     def __init__(
-        self, config: NodeConfig, engine: Engine, opener: DatasetOpener, lender: SlabLender
+        self, config: NodeConfig, engine: Engine, opener: DatasetOpener, lender: Lending
     ) -> None:
         self._config, self._engine = config, engine
         self._opener, self._lender = opener, lender

@@ -14,9 +14,9 @@ Invariants:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Protocol, cast
+from typing import cast
 
 from msgspec import Raw, Struct, field
 from msgspec.structs import replace
@@ -27,9 +27,11 @@ from dataplane.neighbours import wire
 from dataplane.node.dataset import Dataset
 from dataplane.node.delivery import DeliveryArena
 from dataplane.node.fetch import Fetcher
+from dataplane.node.fetchers import Fetchers
+from dataplane.node.neighbours import KnownNeighbours, Lending
 from dataplane.rpc import fetches, making, tasks
 from dataplane.rpc.codec import decode, encode
-from dataplane.rpc.fetches import Neighbour, Outcome, SlabMaker
+from dataplane.rpc.fetches import Neighbour, Outcome
 from dataplane.rpc.lending import Asked, Request
 from dataplane.rpc.messages import Layout, OpenJob
 from dataplane.scheduler import events
@@ -48,46 +50,6 @@ from dataplane.scheduler.records import CachedBlock, Excerpt
 from dataplane.worker.death import WorkerPlace
 
 
-class Neighbours(Protocol):
-    """The other nodes of the jobs on this node. `KnownNeighbours` implements it."""
-
-    def owner_of(self, dataset: Dataset, block: int, jobs: Iterable[str], /) -> Neighbour | None:
-        """Return the node from which to request a block of a dataset that these jobs read here;
-        None if this node owns it, or knows no neighbours.
-        """
-
-    def makers(self, job_id: str, /) -> Sequence[SlabMaker]:
-        """The nodes that make slabs of a job, if they are asked."""
-
-    def give(self, number: int, regions: Sequence[Region], ends: Sequence[int] = ()) -> None:
-        """Send these parts of the block arena to the one who asked: one, or those of the blocks of
-        a run that have ended as wire.GIVEN_WHOLE.
-        """
-
-    def only_decoded(self, number: int, length: int) -> None:
-        """Say that the block is here only decoded, in so many bytes."""
-
-    def refuse(self, number: int) -> None:
-        """Say no."""
-
-
-class _Nobody:
-    def owner_of(self, dataset: Dataset, block: int, _jobs: object) -> Neighbour | None: ...
-
-    def makers(self, _job_id: str) -> Sequence[SlabMaker]:
-        return ()
-
-    def give(self, number: int, regions: Sequence[Region], ends: Sequence[int] = ()) -> None: ...
-
-    def only_decoded(self, number: int, length: int) -> None: ...
-
-    def refuse(self, number: int) -> None: ...
-
-
-NOBODY: Neighbours = _Nobody()
-"""The neighbours of a node that has none."""
-
-
 class _Run(Struct, eq=False):
     """A run that is asked for with this number: how each of its blocks has ended, how many have
     not, and what is given of it.
@@ -102,7 +64,7 @@ class _Run(Struct, eq=False):
 class LentBlocks:
     """The lent blocks of one node. `tell` passes an event to the scheduler."""
 
-    def __init__(self, neighbours: Neighbours, tell: Callable[[events.Event], None]) -> None:
+    def __init__(self, neighbours: KnownNeighbours, tell: Callable[[events.Event], None]) -> None:
         self._neighbours, self._tell = neighbours, tell
         self._expected: set[BlockName] = set()
         """Blocks that are on their way here from neighbours."""
@@ -110,8 +72,12 @@ class LentBlocks:
         """Blocks that are read from the store next."""
         self._runs: dict[int, _Run] = {}
         """The runs that wait for their answer, by the number of each block that has none."""
-        self._given: dict[int, tuple[int, ...]] = {}
-        """The numbers of the blocks that were given for a run, by its number."""
+
+    @property
+    def _lending(self) -> Lending:
+        lending = self._neighbours.lending
+        assert lending is not None  # otherwise nobody could ask
+        return lending
 
     def source_of(
         self, dataset: Dataset, effect: events.Fetch, jobs: Iterable[str]
@@ -142,19 +108,14 @@ class LentBlocks:
         request = ask.request
         last = request.block + request.count - 1
         if dataset is None or last >= dataset.manifest.block_count:
-            self._neighbours.refuse(ask.number)
+            self._lending.refuse(ask.number)
         elif request.count > 1:
             self._asked_run(ask.number, request, dataset)
         elif request.form is BlockForm.DECODED or not self._is_expected(dataset, request.block):
             part = Region(request.offset, request.length)
             self._ask_scheduler(request, dataset, ask.number, request.block, part)
         else:
-            self._neighbours.refuse(ask.number)
-
-    def given(self, number: int) -> None:
-        """Note that the bytes sent for this request are no longer read."""
-        for block_number in self._given.pop(number, (number,)):
-            self._tell(events.SendingEnded(block_number))
+            self._lending.refuse(ask.number)
 
     def _is_expected(self, dataset: Dataset, block: int) -> bool:
         return BlockName(dataset.dataset_id, block) in self._expected
@@ -172,7 +133,7 @@ class LentBlocks:
         # Only the shard of the first block was checked for what may be lent.
         is_one_shard = shards.item(blocks[0]) == shards.item(blocks[-1])
         if not is_one_shard or request.form is not BlockForm.RAW or sum(lengths) != request.length:
-            self._neighbours.refuse(first)
+            self._lending.refuse(first)
             return
         run = _Run(first, [wire.NOT_GIVEN] * request.count, request.count, {})
         numbers = range(first, first + request.count)
@@ -187,7 +148,8 @@ class LentBlocks:
         """Carry out a loan."""
         run = self._runs.get(effect.number)
         if run is None:
-            self._neighbours.give(effect.number, (effect.region,))
+            after = partial(self._sent, (effect.number,))
+            self._lending.give(effect.number, effect.region, after=after)
             return
         run.regions[effect.number] = effect.region
         self._end(run, effect.number, wire.GIVEN_WHOLE)
@@ -196,7 +158,7 @@ class LentBlocks:
         """Answer with the size of the decoded block, which is all that is here."""
         run = self._runs.get(effect.number)
         if run is None:
-            self._neighbours.only_decoded(effect.number, effect.length)
+            self._lending.only_decoded(effect.number, effect.length)
         else:
             self._end(run, effect.number, effect.length)
 
@@ -204,7 +166,7 @@ class LentBlocks:
         """Answer a request with a refusal."""
         run = self._runs.get(effect.number)
         if run is None:
-            self._neighbours.refuse(effect.number)
+            self._lending.refuse(effect.number)
         else:
             self._end(run, effect.number, wire.NOT_GIVEN)
 
@@ -216,13 +178,17 @@ class LentBlocks:
         if run.left:
             return
         if all(end == wire.NOT_GIVEN for end in run.ends):
-            self._neighbours.refuse(run.number)
+            self._lending.refuse(run.number)
             return
         given = sorted(run.regions)
-        self._given[run.number] = tuple(given)
-        self._neighbours.give(
-            run.number, [run.regions[block_number] for block_number in given], run.ends
-        )
+        first, *more = [run.regions[block_number] for block_number in given] or [Region(0, 0)]
+        after, ends = partial(self._sent, given), tuple(run.ends)
+        self._lending.give(run.number, first, more=tuple(more), ends=ends, after=after)
+
+    def _sent(self, numbers: Iterable[int]) -> None:
+        """Note that the blocks with these numbers are no longer read."""
+        for number in numbers:
+            self._tell(events.SendingEnded(number))
 
 
 # -- blocks on disk -------------------------------------------------------------------------------
@@ -353,23 +319,6 @@ class BlockSources:
 #    nothing may point outside of the slab.
 
 
-class SlabReads(Protocol):
-    """The interface that reads slabs from makers. `Fetcher` implements it."""
-
-    def read_slab(
-        self, order: fetches.ReadSlab, arena_fd: int, report: Callable[[fetches.SlabRead], None]
-    ) -> int:
-        """Have a slab made, and read it into this arena; `report` is called later, once. Return the
-        number of the order.
-        """
-
-    def end_slab(self, number: int) -> None:
-        """Report the end of this order soon, with an error unless the slab is here."""
-
-    def detach_arena(self, arena_id: int) -> None:
-        """Stop reading into this arena."""
-
-
 class _Delegated(Struct, eq=False):
     """A delivery that other nodes may make slabs of. `opening` is an encoded OpenJob,
     which may name many urls: it is encoded once.
@@ -387,8 +336,8 @@ class Delegating:
 
     def __init__(
         self,
-        reads: SlabReads,
-        neighbours: Neighbours,
+        reads: Fetchers,
+        neighbours: KnownNeighbours,
         tell: Callable[[events.Event], None],
         made: Callable[[DeliveryArena, object], None],
     ) -> None:

@@ -40,14 +40,13 @@ from dataplane.node.delivery import (
     working,
 )
 from dataplane.node.effects import (
-    NOBODY,
     BlockSources,
     Delegating,
     KeptBlocks,
     LentBlocks,
-    Neighbours,
 )
 from dataplane.node.fetch import BlockRead, Fetcher
+from dataplane.node.neighbours import KnownNeighbours
 from dataplane.node.pool import WorkerPool
 from dataplane.node.pool_worker import PoolTask
 from dataplane.plan.order import SampleOrder
@@ -129,7 +128,7 @@ class Engine:
         trace: Trace,
         node_id: str = "",
         clock: Callable[[], float] = time.monotonic,
-        neighbours: Neighbours = NOBODY,
+        neighbours: KnownNeighbours | None = None,
     ) -> None:
         self.scheduler = scheduler
         """Others may read its counts; only the engine gives it events."""
@@ -137,9 +136,10 @@ class Engine:
         self._fetcher, self._pool = fetcher, pool
         self._trace, self._node_id, self._clock = trace, node_id, clock
         self._planner = Planner(trace)
+        neighbours = neighbours or KnownNeighbours()
         self.lent, self._kept = LentBlocks(neighbours, self._tell), KeptBlocks(fetcher, self._tell)
         self.replaced = ReplacedRows(trace)
-        self.delegating = Delegating(fetcher, neighbours, self._tell, self.replaced.note)
+        self.delegating = Delegating(fetcher.origin, neighbours, self._tell, self.replaced.note)
         self._datasets: dict[int, Dataset] = {}
         self._reader_counts: Counter[int] = Counter()  # deliveries, by dataset
         self._deliveries: dict[int, DeliveryArena] = {}

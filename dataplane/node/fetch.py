@@ -193,20 +193,6 @@ class Fetcher:
         fetchers = Fetchers(count_max, start, arenas, trace, outages, pauses, folder)
         return cls(fetchers, preambles, folder)
 
-    def read_slab(
-        self, order: fetches.ReadSlab, arena_fd: int, report: Callable[[fetches.SlabRead], None]
-    ) -> int:
-        """Implement `SlabReads.read_slab`."""
-        return self.origin.read_slab(order, arena_fd, report)
-
-    def end_slab(self, number: int) -> None:
-        """Implement `SlabReads.end_slab`."""
-        self.origin.end_slab(number)
-
-    def detach_arena(self, arena_id: int) -> None:
-        """Implement `SlabReads.detach_arena`."""
-        self.origin.detach_arena(arena_id)
-
     def beginning(self, scan: Callable[[], None]) -> Callable[[str], None]:
         """Return a function to call, from any thread, with a url of each dataset that is opened.
         The first remote one starts the processes that read its blocks, so that they are ready by

@@ -308,7 +308,9 @@ class Fetchers:
         return order.number
 
     def end_slab(self, number: int) -> None:
-        """Implement `SlabReads.end_slab`; does nothing while its fetcher cannot receive."""
+        """Report the end of this order soon, with an error unless the slab is here; does nothing
+        while its fetcher cannot receive.
+        """
         self._slabs.end(number, self._fetchers)
 
     def detach_arena(self, arena_id: int) -> None:

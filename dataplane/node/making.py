@@ -42,7 +42,6 @@ from dataplane.node.asked_stream import (
     AskedStream,
     MakingPlace,
     MakingPlaces,
-    SlabLender,
 )
 from dataplane.node.dataset import Dataset
 from dataplane.node.datasets import requests_of, shown
@@ -116,7 +115,7 @@ class Making:
         config: NodeConfig,
         engine: Engine,
         opener: DatasetOpener,
-        lender: SlabLender,
+        lender: Lending,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config, self._engine, self._opener = config, engine, opener
@@ -161,14 +160,6 @@ class Making:
         except DataplaneError as error:
             self._tell(job, _NOT_MADE, str(error), node=ask.node_id)
             self._lender.refuse(ask.number)
-
-    def given(self, number: int) -> bool:
-        """Note that the region sent for this request is no longer read; return False if it is no
-        slab's.
-        """
-        is_own = self._answers.given(number)
-        self._places.let_go()
-        return is_own
 
     def close_job(self, job_id: str) -> None:
         """Close a job with which the node has nothing to do any more."""
@@ -439,7 +430,7 @@ class Neighbourhood:
     def start(self) -> None:
         """Begin to answer neighbours."""
         if self._lending is not None:
-            self._lending.serve(self._asked, self._given)
+            self._lending.serve(self._asked)
 
     def tick(self) -> None:
         """Implement `Lending.tick`."""
@@ -512,13 +503,6 @@ class Neighbourhood:
         by, facts = ask.node_id, {"node": ask.node_id, "job": ask.job_id, "why": why}
         _security.refused("data request refused", by=by, **facts)
         return False
-
-    def _given(self, number: int) -> None:
-        if self._manifests is not None and self._manifests.given(number):
-            return
-        if self._making is not None and self._making.given(number):
-            return
-        self._engine.lent.given(number)
 
 
 def _canonical(prefix: str) -> str:

@@ -44,8 +44,8 @@ from dataplane.worker.process import HUNG_S, WorkerProcess, kill_all
 # them, to neighbours.
 #
 # Invariants:
-# 1. Each `give` is followed by exactly one `on_given`, once its regions are no longer read: when
-#    the lender says so, or when it has ended. `close` ends all of this.
+# 1. After each `give`, its `after` is called exactly once, when the regions are no longer read:
+#    the lender says so, or has ended. `close` ends all of this.
 # 2. What a lender that has ended was asked for is forgotten: nobody waits for the answer.
 # 3. A lender that ends is started again, later and later if none is of use.
 # 4. Nothing on the event loop waits for it.
@@ -59,7 +59,7 @@ _PROBE = lending.ReturnArena((1 << 64) - 1)
 """Has no effect: no arena has this number."""
 
 OnAsked = Callable[[lending.Asked], None]
-OnGiven = Callable[[int], None]
+After = Callable[[], object]
 
 
 class Lending:
@@ -82,7 +82,6 @@ class Lending:
         self._node_id = node_id
         self._arena = arena
         self._on_asked: OnAsked = lambda request: self.refuse(request.number)
-        self._on_given: OnGiven = lambda _: None
         self._trace = trace
         self._log, self._tls = log, tls
         self._loop = asyncio.get_running_loop()
@@ -92,19 +91,18 @@ class Lending:
         self._arenas: dict[int, int] = {}
         self._unsent: deque[lending.ToLenderBody] = deque()
         self._asked: set[int] = set()
-        self._given: dict[int, bool] = {}
+        self._given: dict[int, tuple[After, bool]] = {}
         self._last_number = 0
         self._lent_bytes = 0
         self._pause_s = _PAUSE_S
         self._restart: asyncio.TimerHandle | None = None
         self._is_started = self._closed = False
 
-    def serve(self, on_asked: OnAsked, on_given: OnGiven) -> None:
+    def serve(self, on_asked: OnAsked) -> None:
         """Begin to serve neighbours: `on_asked` is called for a block or a slab that one requests,
-        and answered by one of `give`, `only_decoded` and `refuse`, now or later; `on_given` when
-        the region of a number that was given is no longer read.
+        and answered by one of `give`, `only_decoded` and `refuse`, now or later.
         """
-        self._on_asked, self._on_given = on_asked, on_given
+        self._on_asked = on_asked
 
     @property
     def pid(self) -> int:
@@ -161,19 +159,20 @@ class Lending:
         more: tuple[Region, ...] = (),
         ends: tuple[int, ...] = (),
         *,
+        after: After = lambda: None,
         is_data: bool = True,
     ) -> None:
         """Send this region, and those of `more`, as long as was asked for. Of a slab or a run, they
         are at most so long, and may be empty; a slab has a note, of at most wire.NOTE_BYTES_MAX,
-        and a run how each of its blocks ends. `on_given` is called later, also if nobody waits for
-        it any more. What `is_data` counts as lent.
+        and a run how each of its blocks ends. `after` is called later, when they are no longer
+        read, also if nobody waits for them any more. What `is_data` counts as lent.
         """
         if number in self._asked:
             self._asked.remove(number)
-            self._given[number] = is_data
+            self._given[number] = after, is_data
             self._send(lending.Give(number, region, arena_id, note, more, ends))
         else:
-            self._loop.call_soon(self._over, number)
+            self._loop.call_soon(self._over, after)
 
     def only_decoded(self, number: int, length: int) -> None:
         """Say that there is only the decoded block, of this length."""
@@ -287,10 +286,10 @@ class Lending:
     def _hear(self, body: lending.FromLenderBody) -> None:
         self._pause_s = _PAUSE_S
         if isinstance(body, lending.Given):
-            is_data = self._given.pop(body.number, None)
-            if is_data is not None:
+            if body.number in self._given:
+                after, is_data = self._given.pop(body.number)
                 self._lent_bytes += body.sent_bytes if is_data else 0
-                self._on_given(body.number)
+                after()
         elif body.number > self._last_number:
             self._last_number = body.number + body.request.count - 1
             self._asked.add(body.number)
@@ -314,16 +313,16 @@ class Lending:
         self._trace.failed("lender ended", status=status, said=process.last_words)
         given, self._given = self._given, {}
         self._spawn_later()
-        for number in given:
-            self._over(number)
+        for after, _ in given.values():
+            self._over(after)
 
     def _spawn_later(self) -> None:
         self._restart = self._loop.call_later(self._pause_s, self._spawn)
         self._pause_s = min(2 * self._pause_s, _PAUSE_S_MAX)
 
-    def _over(self, number: int) -> None:
+    def _over(self, after: After) -> None:
         if not self._closed:
-            self._on_given(number)
+            after()
 
 
 # -- address for neighbours -----------------------------------------------------------------------
@@ -514,11 +513,11 @@ class _Known(Struct, frozen=True):
 
 class KnownNeighbours:
     """The neighbours of the node with this id, by job. It lends blocks through `lending`, if it is
-    reachable. Implements `effects.Neighbours`.
+    reachable.
     """
 
-    def __init__(self, own_id: str, lending: Lending | None) -> None:
-        self._own_id, self._lending = own_id, lending
+    def __init__(self, own_id: str = "", lending: Lending | None = None) -> None:
+        self._own_id, self.lending = own_id, lending
         self._known: dict[str, _Known] = {}
 
     def learn(self, nodes: JobNodes) -> None:
@@ -530,7 +529,9 @@ class KnownNeighbours:
         self._known.pop(job_id, None)
 
     def owner_of(self, dataset: Dataset, block: int, jobs: Iterable[str]) -> Neighbour | None:
-        """Implement `Neighbours.owner_of`."""
+        """Return the node from which to request a block of a dataset that these jobs read here;
+        None if this node owns it, or knows no neighbours.
+        """
         for job_id in jobs:
             known = self._known.get(job_id)
             if known is not None and known.owners is not None:
@@ -538,7 +539,7 @@ class KnownNeighbours:
         return None
 
     def makers(self, job_id: str) -> Sequence[SlabMaker]:
-        """Implement `Neighbours.makers`."""
+        """Return the nodes that make slabs of a job, if they are asked."""
         known = self._known.get(job_id)
         if known is None:
             return ()
@@ -548,22 +549,6 @@ class KnownNeighbours:
             for node in known.nodes.nodes
             if node.worker_count and node.node_id != self._own_id
         ]
-
-    def give(self, number: int, regions: Sequence[Region], ends: Sequence[int] = ()) -> None:
-        """Implement `Neighbours.give`."""
-        if self._lending is not None:
-            first, *more = regions or [Region(0, 0)]
-            self._lending.give(number, first, more=tuple(more), ends=tuple(ends))
-
-    def only_decoded(self, number: int, length: int) -> None:
-        """Implement `Neighbours.only_decoded`."""
-        if self._lending is not None:
-            self._lending.only_decoded(number, length)
-
-    def refuse(self, number: int) -> None:
-        """Implement `Neighbours.refuse`."""
-        if self._lending is not None:
-            self._lending.refuse(number)
 
     def _owner(
         self, known: _Known, owners: Owners, dataset: Dataset, block: int

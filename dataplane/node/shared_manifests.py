@@ -37,6 +37,7 @@ from dataplane.model.records import BlockForm, Region, View
 from dataplane.model.redact import unsigned
 from dataplane.neighbours.wire import Outcome
 from dataplane.node.datasets import declared, shown
+from dataplane.node.neighbours import Lending
 from dataplane.node.places import pause
 from dataplane.plan.manifest import Manifest
 from dataplane.rpc.base import Coordination
@@ -77,25 +78,6 @@ Content = Callable[[], bytes]
 _trace = Trace("node")
 
 
-class ManifestLender(Protocol):
-    """The part of `Lending` that sends manifests."""
-
-    def keys(self, job_id: str, generation: int, key: bytes) -> None:
-        """Implement `Lending.keys`."""
-
-    def lend_arena(self, arena_id: int, fd: int) -> None:
-        """Implement `Lending.lend_arena`."""
-
-    def return_arena(self, arena_id: int) -> None:
-        """Implement `Lending.return_arena`."""
-
-    def give(self, number: int, region: Region, arena_id: int, *, is_data: bool) -> None:
-        """Implement `Lending.give`."""
-
-    def refuse(self, number: int) -> None:
-        """Implement `Lending.refuse`."""
-
-
 class _Lent(Struct, eq=False):
     """One manifest, and the arena with its bytes, if some node requests them."""
 
@@ -112,10 +94,9 @@ class LentManifests:
     names of arenas. Call it only from the event loop.
     """
 
-    def __init__(self, lender: ManifestLender, numbers: Iterator[int]) -> None:
+    def __init__(self, lender: Lending, numbers: Iterator[int]) -> None:
         self._lender, self._numbers = lender, numbers
         self._lent: dict[str, _Lent] = {}
-        self._given: set[int] = set()
         self._timer: asyncio.TimerHandle | None = None
 
     def keep(self, line: str, generation: int, key: bytes, content: Content) -> None:
@@ -146,18 +127,10 @@ class LentManifests:
         if not lent.arena_id and lent.making is None:
             lent.making = background.start("manifest", self._make(ask.job_id, lent))
         elif lent.arena_id and is_part and part.offset + part.length <= lent.size_bytes:
-            self._given.add(ask.number)
             region = Region(part.offset, part.length)
             self._lender.give(ask.number, region, lent.arena_id, is_data=False)
             return True
         self._lender.refuse(ask.number)
-        return True
-
-    def given(self, number: int) -> bool:
-        """Note that a part is no longer read; return False if it belongs to no manifest."""
-        if number not in self._given:
-            return False
-        self._given.remove(number)
         return True
 
     def close(self) -> None:
