@@ -84,6 +84,12 @@ def expect_no_hold(test: pytest.Item, report: pytest.TestReport) -> None:
         report.longrepr = f"a node of this test held its event loop:\n  {line}"
 
 
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> None:
+    """Have `hygiene` read what a fixture of several tests maps."""
+    if fixturedef.scope != "function":
+        hygiene.memfds_in.cache_clear()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def little_to_collect() -> None:
     """Hide what the collection of tests and earlier modules have imported and keep from the garbage
@@ -168,14 +174,14 @@ def leaves_nothing(run_mark: str, request: pytest.FixtureRequest) -> Iterator[No
     scratch = Path(tempfile.mkdtemp(prefix="dp-", dir=usual))
     environment = os.environ.get("TMPDIR")
     tempfile.tempdir, os.environ["TMPDIR"] = str(scratch), str(scratch)
-    before = hygiene.take(run_mark)
+    before = hygiene.take()
     left: list[str] | None = None
     try:
         yield
-        left = hygiene.wait_until_clean(before, run_mark, scratch)
+        left = hygiene.wait_until_clean(before, scratch)
     finally:
         if left != []:
-            hygiene.kill_new(before, run_mark)
+            hygiene.kill_new(before)
         hygiene.empty(scratch)
         tempfile.tempdir = usual
         if environment is None:

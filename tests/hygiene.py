@@ -16,6 +16,7 @@ What may stay, with the reason:
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import shutil
@@ -25,9 +26,8 @@ import sys
 import threading
 import time
 import uuid
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -36,18 +36,14 @@ from dataplane.arena import forks
 
 GRACE_S = 20.0
 MARK = "DATAPLANE_TEST_RUN"
+KERNEL = 2
+"""The process id of the parent of all threads of the kernel."""
 SHARED_PORTS: set[int] = set()
 """Ports of servers that live as long as the test session; `servers.py` adds them."""
 SHARED_PIDS: set[int] = set()
 """Their processes: a test that asks for one late (`getfixturevalue`) starts it."""
 WARM_PIDS: set[int] = set()
 """Those of them that fork processes for a test, which are the test's own."""
-
-_seen_processes: tuple[str, set[tuple[int, int]]] = "", set()
-"""Which task was the newest of the machine, and what was found then: see `_processes`."""
-
-_STRANGERS: set[tuple[int, int]] = set()
-"""Processes that were there before this test run had its mark: they never get it."""
 
 _THREADS_THAT_STAY = ("MainThread", "fsspecIO", "Dummy-", "pytest", "session-", "pymp")
 _FDS_THAT_STAY = (
@@ -67,61 +63,99 @@ _SHM = Path("/dev/shm")
 class Snapshot:
     """All resources that exist at one moment."""
 
-    newest_task: str
-    processes: frozenset[tuple[int, int]]
+    processes: dict[int, int]
     fds: dict[int, str]
     memfds: frozenset[str]
-    size: str
     threads: frozenset[threading.Thread]
     shm: frozenset[str]
+
+
+@dataclass(slots=True)
+class Processes:
+    """Processes of the machine: ours are descendants of this one, and all that have its mark.
+
+    A process is read once, when it is new: its parent, its start in clock ticks since boot, and its
+    environment, which stays what it was. If no task has started since, none is new.
+    """
+
+    mark: bytes = b""
+    newest: int = 0
+    ours: dict[int, int] = field(default_factory=dict)
+    strangers: set[int] = field(default_factory=set)
+
+    def now(self) -> dict[int, int]:
+        """Our processes, some of which may have ended: process ids and start times."""
+        newest = _newest_task()
+        if newest != self.newest:
+            if newest < self.newest:  # numbers are used again: none is known by its number
+                self.strangers, self.ours = set(), {}
+            self.newest = newest
+            self._update()
+        return self.ours
+
+    def _update(self) -> None:
+        present = {int(name) for name in os.listdir("/proc") if name.isdigit()}  # noqa: PTH208
+        self.strangers &= present
+        ours = {pid: started for pid, started in self.ours.items() if pid in present}
+        new = {}
+        for pid in sorted(present - self.strangers - ours.keys() - {os.getpid()}):
+            with contextlib.suppress(OSError):
+                new[pid] = _parent_and_start(pid)
+        for pid, (parent, started) in new.items():
+            environ = _environment(pid, parent)
+            if self.mark in environ:
+                ours[pid] = started
+            elif environ:  # or it is just executing another file
+                self.strangers.add(pid)
+        for pid in _below(new, {os.getpid(), *ours}):
+            ours[pid] = new[pid][1]
+        self.ours = ours
+        self.strangers -= ours.keys()
+
+
+_processes = Processes()
 
 
 def mark_run() -> str:
     """Put a mark into the environment, which even orphaned descendants inherit."""
     mark = uuid.uuid4().hex
-    running = _running()
-    _STRANGERS.update((pid, started) for pid, (_, started) in running.items())
-    _STRANGERS.difference_update(_descendants(running))
     os.environ[MARK] = mark
+    _processes.mark = f"{MARK}={mark}".encode()
     return mark
 
 
-def take(mark: str) -> Snapshot:
+def take() -> Snapshot:
     """Look at everything now."""
-    newest_task, processes = _processes(mark)
     return Snapshot(
-        newest_task=newest_task,
-        processes=frozenset(processes),
+        processes=_processes.now(),
         fds=_fds(),
-        memfds=frozenset(_memfds()),
-        size=_size(),
+        memfds=_memfds(),
         threads=frozenset(threading.enumerate()),
         shm=frozenset(_shm_names()),
     )
 
 
-def wait_until_clean(before: Snapshot, mark: str, scratch: Path) -> list[str]:
+def wait_until_clean(before: Snapshot, scratch: Path) -> list[str]:
     """What is left after the grace period; usually an empty list, returned at once."""
     deadline = time.monotonic() + GRACE_S
     pause = threading.Event()
-    left = _left(before, mark, scratch)
+    left = _left(before, scratch)
     while left and time.monotonic() < deadline:
         gc.collect()
         _reap()
-        left = _left(before, mark, scratch)
+        left = _left(before, scratch)
         if left:
             pause.wait(0.05)
     return left
 
 
-def kill_new(before: Snapshot, mark: str) -> None:
+def kill_new(before: Snapshot) -> None:
     """Kill what a test left running, so that it cannot disturb the next one."""
-    for pid, started in _new_processes(before, mark):
+    for pid in _new_processes(before):
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
-            if (pid, started) in _found(mark):
-                process.kill()
-                process.wait(timeout=5)
+            process.kill()
+            process.wait(timeout=5)
 
 
 def empty(scratch: Path) -> None:
@@ -151,74 +185,57 @@ def warm_up() -> None:
     assert _newest_task() != newest, "/proc/loadavg does not say when processes start"
 
 
-def _left(before: Snapshot, mark: str, scratch: Path) -> list[str]:
+def _left(before: Snapshot, scratch: Path) -> list[str]:
     return [
-        *(f"process {_describe(pid)}" for pid, _ in _new_processes(before, mark)),
+        *(f"process {_describe(pid)}" for pid in _new_processes(before)),
         *(f"fd {fd} -> {target}" for fd, target in _new_fds(before)),
-        *(f"mapped {name}" for name in _new_memfds(before)),
+        *(f"mapped {name}" for name in sorted(_memfds() - before.memfds)),
         *(f"thread {thread.name}" for thread in _new_threads(before)),
         *(f"/dev/shm/{name}" for name in sorted(_shm_names() - before.shm) if _is_ours(name)),
         *(f"temporary file {path.name}" for path in sorted(scratch.glob("*"))),
     ]
 
 
-def _new_processes(before: Snapshot, mark: str) -> list[tuple[int, int]]:
-    if _newest_task() == before.newest_task:
-        return []
-    new = _found(mark) - before.processes
-    if not new:
-        return []
-    old = ({pid for pid, _ in before.processes} | SHARED_PIDS) - WARM_PIDS
+def _new_processes(before: Snapshot) -> list[int]:
+    old = (before.processes.keys() | SHARED_PIDS) - WARM_PIDS
     return [
-        (pid, started)
-        for pid, started in sorted(new)
-        if pid not in SHARED_PIDS and not _descends(pid, old)
+        pid
+        for pid, started in sorted(_processes.now().items())
+        if before.processes.get(pid) != started
+        and pid not in SHARED_PIDS
+        and _runs(pid, started)
+        and not _descends(pid, old)
     ]
 
 
-def _processes(mark: str) -> tuple[str, set[tuple[int, int]]]:
-    """All that is there, or was when the newest task of the machine was the same: before most
-    tests, none has started since the last look. And that task.
-    """
-    global _seen_processes  # noqa: PLW0603
-    newest = _newest_task()
-    if newest != _seen_processes[0]:
-        _seen_processes = newest, _found(mark)
-    return _seen_processes
+def _runs(pid: int, started: int) -> bool:
+    with contextlib.suppress(OSError):
+        return _parent_and_start(pid)[1] == started
+    return False
 
 
-def _newest_task() -> str:
+def _newest_task() -> int:
     """The number of the process or thread that was started last, of all that this one can see."""
-    return _read("/proc/loadavg").split()[-1].decode()
+    return int(_read("/proc/loadavg").split()[-1])
 
 
-def _found(mark: str) -> set[tuple[int, int]]:
-    """Descendants of this process, and everything that has the mark: pids and start times."""
-    running = _running()
-    found = _descendants(running)
-    needle = f"{MARK}={mark}".encode()
-    for pid, (_, started) in running.items():
-        if (pid, started) in _STRANGERS or pid == os.getpid():
-            continue
-        with contextlib.suppress(OSError):
-            if needle in Path(f"/proc/{pid}/environ").read_bytes():
-                found.add((pid, started))
-    return found
+def _parent_and_start(pid: int) -> tuple[int, int]:
+    """Read directly, since psutil takes ten times as long, and this is done for every process."""
+    # The name of the program, in parentheses, may contain anything.
+    fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split(maxsplit=20)
+    return int(fields[1]), int(fields[19])
 
 
-def _running() -> dict[int, tuple[int, int]]:
-    """Every process: its parent, and its start time in clock ticks since boot.
-
-    Read directly, since psutil takes ten times as long, and this is done twice for every test.
-    """
-    found = {}
-    for name in os.listdir("/proc"):  # noqa: PTH208 - names are all that is needed
-        if name.isdigit():
-            with contextlib.suppress(OSError):
-                # The name of the program, in parentheses, may contain anything.
-                fields = _read(f"/proc/{name}/stat").rpartition(b")")[2].split(maxsplit=20)
-                found[int(name)] = int(fields[1]), int(fields[19])
-    return found
+def _environment(pid: int, parent: int) -> bytes:
+    """Threads of the kernel and processes of other users have one without the mark."""
+    if parent == KERNEL:
+        return b"none"
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except PermissionError:
+        return b"secret"
+    except OSError:
+        return b""
 
 
 def _read(path: str) -> bytes:
@@ -230,18 +247,16 @@ def _read(path: str) -> bytes:
         os.close(fd)
 
 
-def _descendants(running: dict[int, tuple[int, int]]) -> set[tuple[int, int]]:
-    children = defaultdict(list)
-    for pid, (parent, started) in running.items():
-        children[parent].append((pid, started))
-    found: set[tuple[int, int]] = set()
-    todo = list(children[os.getpid()])
-    while todo:
-        one = todo.pop()
-        if one not in found:
-            found.add(one)
-            todo += children[one[0]]
-    return found
+def _below(running: dict[int, tuple[int, int]], ancestors: set[int]) -> set[int]:
+    """The running processes that descend from these ancestors, by their parents."""
+    below: set[int] = set()
+    while more := {
+        pid
+        for pid, (parent, _) in running.items()
+        if pid not in below and (parent in ancestors or parent in below)
+    }:
+        below |= more
+    return below
 
 
 def _descends(pid: int, ancestors: set[int]) -> bool:
@@ -286,25 +301,22 @@ def _fds_to_shared_servers() -> set[int]:
     }
 
 
-def _new_memfds(before: Snapshot) -> list[str]:
-    """None if the address space of this process has the size that it had."""
-    return [] if _size() == before.size else sorted(_memfds() - before.memfds)
+def _memfds() -> frozenset[str]:
+    return memfds_in(_read("/proc/self/statm").split()[0])
 
 
-def _size() -> str:
-    return _read("/proc/self/statm").split()[0].decode()
-
-
-def _memfds() -> set[str]:
-    found = set()
+@functools.lru_cache(maxsize=1)
+def memfds_in(_size: bytes) -> frozenset[str]:
+    """The memfds that are mapped, read again if the address space has another size. It may have the
+    same by chance after a fixture of several tests has come: then this cache is cleared.
+    """
     with open("/proc/self/maps") as maps:  # noqa: PTH123
-        lines = [line.rstrip("\n") for line in maps if "/memfd:" in line]
-    for line in lines:
-        name = line.partition("/memfd:")[2]
-        if not name.startswith(_MEMFDS_THAT_STAY):
-            inode = line.split(maxsplit=5)[4]
-            found.add(f"memfd:{name} inode {inode}")
-    return found
+        lines = [line.rstrip("\n").partition("/memfd:") for line in maps if "/memfd:" in line]
+    return frozenset(
+        f"memfd:{name} inode {numbers.split()[4]}"
+        for numbers, _, name in lines
+        if not name.startswith(_MEMFDS_THAT_STAY)
+    )
 
 
 def _new_threads(before: Snapshot) -> list[threading.Thread]:
@@ -337,7 +349,7 @@ def _is_ours(name: str) -> bool:
     except OSError:
         return False
     place = f"{os.major(held.st_dev):02x}:{os.minor(held.st_dev):02x} {held.st_ino} "
-    family = {os.getpid(), *(pid for pid, _ in _descendants(_running()))}
+    family = {os.getpid(), *_processes.now()}
     for pid in psutil.pids():
         if pid in family:
             continue

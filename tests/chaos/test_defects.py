@@ -170,13 +170,13 @@ def test_it_has_the_arguments_streams_and_environment_it_is_given_and_its_own_st
     assert errors.read_text() == "a word\n"
 
 
-def test_what_a_test_forgets_is_found_and_killed(tmp_path, run_mark):
-    before = hygiene.take(run_mark)
+def test_what_a_test_forgets_is_found_and_killed(tmp_path):
+    before = hygiene.take()
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     process = fleet.WARM[0].run([str(script), "first"], {"OWN": "value"}, sys.stderr.fileno())
-    assert process.pid in {pid for pid, _ in hygiene._new_processes(before, run_mark)}
-    hygiene.kill_new(before, run_mark)
+    assert process.pid in hygiene._new_processes(before)
+    hygiene.kill_new(before)
     # Its parent may have been killed first, and then reports nothing.
     process.stdin.close()
     process.stdout.close()
