@@ -188,8 +188,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "metrics_listen",
         METRICS_ADDRESS,
-        "where `dataplane serve` shows metrics to Prometheus, over HTTP, to those who have the "
-        "token; if not set, nowhere",
+        "where `dataplane serve` shows metrics to Prometheus and its page to browsers, over HTTP, "
+        "to those who have the token; if not set, nowhere",
         fixed(""),
     ),
     *NEIGHBOUR_SETTINGS,

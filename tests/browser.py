@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
 import subprocess
 import tempfile
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any, Self
 
 import pytest
 
@@ -152,3 +156,102 @@ def _output(command: list[str], environment: Mapping[str, str]) -> tuple[str, st
         started.communicate()
     assert started.returncode == 0, log
     return page, log
+
+
+class LivePage:
+    """A page that stays open, driven by Chromium's own protocol over a pipe. Use as a context."""
+
+    def __init__(self, url: str, width: int = 1280, height: int = 1000) -> None:
+        self.said: list[str] = []
+        self._number, self._rest = 0, b""
+        self._folder = tempfile.TemporaryDirectory(prefix="web-", ignore_cleanup_errors=True)
+        options = [
+            option
+            for option in OPTIONS
+            if "virtual-time" not in option and not option.startswith("--host-resolver")
+        ]
+        asks, self._asks = os.pipe()
+        self._hears, hears = os.pipe()
+        home = self._folder.name
+        own = {"HOME": home, "TMPDIR": home}
+        own |= {f"XDG_{kind}_HOME": f"{home}/{kind}" for kind in ("CONFIG", "CACHE", "DATA")}
+        # It reads commands from descriptor 3 and writes to 4.
+        within = f'exec "$@" 3<&{asks} 4>&{hears}'
+        self._process = subprocess.Popen(
+            [
+                *("bash", "-c", within, "bash", browser(), *options, "--remote-debugging-pipe"),
+                *(f"--window-size={width},{height}", f"--user-data-dir={home}/profile"),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | own,
+            pass_fds=(asks, hears),
+            start_new_session=True,
+        )
+        os.close(asks)
+        os.close(hears)
+        self._session = ""
+        target = self.send("Target.createTarget", url="about:blank")["targetId"]
+        attached = self.send("Target.attachToTarget", targetId=target, flatten=True)
+        self._session = attached["sessionId"]
+        self.send("Runtime.enable")
+        self.send("Page.enable")
+        self.resize(width, height)
+        self.send("Page.navigate", url=url)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        os.close(self._asks)
+        os.close(self._hears)
+        self._folder.cleanup()
+
+    def resize(self, width: int, height: int = 1000) -> None:
+        """Show the page as a window of this size would, a narrow one as a phone does."""
+        narrow = width < 600
+        self.send(
+            "Emulation.setDeviceMetricsOverride",
+            width=width, height=height, deviceScaleFactor=1, mobile=narrow,
+        )  # fmt: skip
+
+    def evaluate(self, script: str) -> Any:
+        """The value of this expression in the page."""
+        answer = self.send("Runtime.evaluate", expression=script, returnByValue=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
+
+    def until(self, script: str) -> Any:
+        """The value of this expression once it is true; the deadline only ends a hang."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while not (value := self.evaluate(script)):
+            assert time.monotonic() < deadline, (script, self.said)
+            threading.Event().wait(0.05)
+        return value
+
+    def send(self, method: str, **params: Any) -> dict[str, Any]:
+        """Send a command and return its result."""
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": params}
+        if self._session:
+            message["sessionId"] = self._session
+        os.write(self._asks, json.dumps(message).encode() + b"\0")
+        while True:
+            answer = self._message()
+            if answer.get("id") == self._number:
+                assert "error" not in answer, answer
+                return answer["result"]
+            if answer.get("method") in ("Runtime.consoleAPICalled", "Runtime.exceptionThrown"):
+                self.said.append(json.dumps(answer["params"]))
+
+    def _message(self) -> dict[str, Any]:
+        while b"\0" not in self._rest:
+            piece = os.read(self._hears, 1 << 20)
+            assert piece, "the browser ended"
+            self._rest += piece
+        first, _, self._rest = self._rest.partition(b"\0")
+        return json.loads(first)

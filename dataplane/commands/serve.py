@@ -36,6 +36,7 @@ from dataplane.settings import check_variables, node_config
 
 if TYPE_CHECKING:
     # Takes 30 ms, and only commands that connect need it.
+    from dataplane.metrics.server import MetricsServer
     from dataplane.metrics.table import Reading
     from dataplane.security.node_identity import NodeIdentity
     from dataplane.security.security import Security
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     Show = Callable[[Callable[[], Iterable[Reading]]], None]
 
 DRAIN_S = 5.0
+_PAGE_LISTEN = "127.0.0.1:9464"
 
 _trace = Trace("serve")
 
@@ -65,11 +67,18 @@ class ServeRole:
     lease_s: float
     node: NodeConfig | None
     metrics_listen: str = ""
+    page: bool = False
 
 
 @click.command("serve")
 @click.option("--coordinator", "only_coordinator", is_flag=True, help="Run only a coordinator.")
 @click.option("--node", "only_node", is_flag=True, help="Run only a node; needs --join.")
+@click.option(
+    "--page",
+    is_flag=True,
+    help="Print the address of the page in a browser; listen on 127.0.0.1:9464 for it, unless "
+    "--metrics-listen says where.",
+)
 @setting_options(
     *_COORDINATOR_SETTINGS, "join", "service", "metrics_listen", *SECURITY_SETTINGS, *NODE_SETTINGS,
     *_LOG_SETTINGS,
@@ -77,7 +86,13 @@ class ServeRole:
 )  # fmt: skip
 @click.pass_context
 def serve(
-    context: click.Context, /, settings: Settings, *, only_coordinator: bool, only_node: bool
+    context: click.Context,
+    /,
+    settings: Settings,
+    *,
+    only_coordinator: bool,
+    only_node: bool,
+    page: bool,
 ) -> None:
     """Run the service: a coordinator and this host's node, or one of them.
 
@@ -88,12 +103,16 @@ def serve(
     flight. A second signal stops it at once. SIGHUP reloads files of credentials, and log_level and
     log_format of the configuration file.
 
+    --page shows jobs, ranks and nodes live in a browser, which asks for a user name (any) and a
+    password: the token. The same port has the metrics for Prometheus, at /metrics.
+
     Over TCP, nodes and commands show a token: the one in DATAPLANE_TOKEN or --token-file, or the
     one that the first coordinator creates in its state directory. Copy it to the other hosts.
 
     \b
     Examples:
       dataplane serve
+      dataplane serve --page
       dataplane serve --coordinator --listen 10.0.0.1:7077 --insecure
       dataplane serve --node --join 10.0.0.1:7077 --insecure --token-file /etc/dataplane/token
       dataplane serve --listen unix:/run/dataplane/coordinator.sock
@@ -102,12 +121,14 @@ def serve(
     _configure_log(context)
     check_variables(os.environ)
     hide_secrets()
-    service = _service(settings, only_coordinator=only_coordinator, only_node=only_node)
+    service = _service(settings, only_coordinator=only_coordinator, only_node=only_node, page=page)
     notices = Notices(os.environ)
     context.exit(asyncio.run(_run(service, notices, partial(_reload, context, service))))
 
 
-def _service(settings: Settings, *, only_coordinator: bool, only_node: bool) -> ServeRole:
+def _service(
+    settings: Settings, *, only_coordinator: bool, only_node: bool, page: bool
+) -> ServeRole:
     if only_coordinator and only_node:
         raise click.UsageError(
             "--coordinator and --node exclude each other; without either, both run"
@@ -125,7 +146,7 @@ def _service(settings: Settings, *, only_coordinator: bool, only_node: bool) -> 
     named = str(settings["service"].value)
     if node is not None:
         _check_nameable(named or listen or node.coordinator)
-    metrics_listen = str(settings["metrics_listen"].value)
+    metrics_listen = str(settings["metrics_listen"].value) or (_PAGE_LISTEN if page else "")
     listens = bool(metrics_listen) or not (only_node or listen.startswith("unix:"))
     security = security_given(settings, listens=listens)
     if node is not None and node.peer_tls:
@@ -138,6 +159,7 @@ def _service(settings: Settings, *, only_coordinator: bool, only_node: bool) -> 
         lease_s=float(settings["lease_s"].value),
         node=node,
         metrics_listen=metrics_listen,
+        page=page,
     )
 
 
@@ -151,8 +173,11 @@ async def _run(service: ServeRole, notices: Notices, reload: Callable[[], str]) 
     with handled_signals(stop, notices, reload) as received:
         try:
             identity = own_identity()
-            with _metrics(service) as show:
+            with _metrics(service) as metrics:
+                show = (lambda _: None) if metrics is None else metrics.add
                 async with _coordination(service, identity, show) as (coordination, joined):
+                    if metrics is not None:
+                        _show_page(service, metrics, coordination, joined)
                     if service.node is None:
                         notices.ready(f"coordinator {joined}")
                         await stop.wait()
@@ -252,16 +277,27 @@ async def _coordination(
 
 
 @contextmanager
-def _metrics(service: ServeRole) -> Iterator[Show]:
-    """Open the port of metrics, if there is one; yield the function that adds readings to it."""
+def _metrics(service: ServeRole) -> Iterator[MetricsServer | None]:
+    """Open the port of metrics and of the page, if there is one."""
     if not service.metrics_listen:
-        yield lambda _: None
+        yield None
         return
     from dataplane.metrics.server import MetricsServer
 
     with closing(MetricsServer(service.metrics_listen, service.security)) as server:
         server.start()
-        yield server.add
+        yield server
+
+
+def _show_page(
+    service: ServeRole, server: MetricsServer, coordination: Coordination, joined: str
+) -> None:
+    from dataplane.page.server import Page
+
+    Page(server, coordination, service.named or joined)
+    if service.page:
+        scheme = "http" if service.security.tls is None else "https"
+        _announce(f"page {scheme}://{server.address}/")
 
 
 async def _run_node(

@@ -7,7 +7,7 @@ import heapq
 import os
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
@@ -40,6 +40,7 @@ from dataplane.model.errors import (
     VersionMismatch,
 )
 from dataplane.model.redact import redacted
+from dataplane.page.figures import bounds, by_host, by_wait, present, speeds
 from dataplane.rpc.membership import (
     JobStatus,
     MemberStatus,
@@ -266,7 +267,7 @@ def render(status: StatusResponse, *, whole: bool = False) -> Group:
             parts += [table, Text()]
     lines = _left_out(status)
     if has_many_ranks:
-        lines = [*map(_bounds, filter(_present, status.jobs)), *lines]
+        lines = [*map(_bounds, filter(present, status.jobs)), *lines]
     if has_many_ranks or has_many_nodes:
         lines.append("--all shows every rank and node")
     parts += [Text(line, style="dim") for line in lines]
@@ -288,33 +289,20 @@ def _ranks(status: StatusResponse) -> Table:
 
 def _hosts(status: StatusResponse) -> Table:
     """Make a table that sums up the ranks of each job, and those of the hosts that waited most."""
-    hosts = {node.node_id: node.host for node in status.nodes}
     of_jobs: list[tuple[object, ...]] = []
     of_hosts: list[tuple[JobStatus, str, Sequence[MemberStatus]]] = []
     for job in status.jobs:
-        ranks = _by_wait(job)
-        by_host: defaultdict[str, list[MemberStatus]] = defaultdict(list)
-        for member in ranks:
-            by_host[hosts.get(member.node_id) or member.node_id].append(member)
+        ranks, hosts = by_wait(job), by_host(status, job)
         if ranks:
-            of_jobs.append(_sums_row(job, output.counted(len(by_host), "host"), ranks))
-        if len(by_host) > 1:
-            of_hosts += [(job, host, members) for host, members in by_host.items()]
+            of_jobs.append(_sums_row(job, output.counted(len(hosts), "host"), ranks))
+        if len(hosts) > 1:
+            of_hosts += [(job, host, members) for host, members in hosts.items()]
     worst = heapq.nlargest(_WORST_HOSTS, of_hosts, key=lambda row: row[2][-1].stall_s)
     return output.table(
         ("job", "of", "ranks", "median s", "bound by", "worst s", "bound by", "dp rank", "rate"),
         [*of_jobs, *(_sums_row(*row) for row in worst)],
         "how long ranks waited for data, and the hosts that waited most (rate in samples/s)",
     )
-
-
-def _by_wait(job: JobStatus) -> list[MemberStatus]:
-    """Return a member of each rank, ordered by the time it waited. Several members of a rank are
-    DataLoader workers: the one that waited most counts.
-    """
-    members = sorted(_present(job), key=lambda member: member.stall_s)
-    ranks = {member.topology.rank: member for member in members}
-    return sorted(ranks.values(), key=lambda member: member.stall_s)
 
 
 def _sums_row(job: JobStatus, of: str, ranks: Sequence[MemberStatus]) -> tuple[object, ...]:
@@ -328,17 +316,16 @@ def _sums_row(job: JobStatus, of: str, ranks: Sequence[MemberStatus]) -> tuple[o
         worst.stall_s,
         worst.bound or None,
         worst.topology.dp_rank,
-        sum(_speeds(ranks).values()),
+        sum(speeds(ranks).values()),
     )
 
 
 def _bounds(job: JobStatus) -> str:
     """Return how many ranks each stage bounds, and how many members are in which state."""
-    bounds = Counter(member.bound or "nothing yet" for member in _by_wait(job))
     states = Counter(member.state for member in job.members)
     by_stage, by_state = (
         ", ".join(f"{count:,} {name}" for name, count in counts.most_common())
-        for counts in (bounds, states)
+        for counts in (bounds(job), states)
     )
     return printable(f"{job.job_id}: ranks bound by: {by_stage}; members: {by_state}")
 
@@ -496,7 +483,7 @@ def _makers(status: StatusResponse, most: int | None) -> Table:
         for maker in job.nodes:
             if maker.worker_count:
                 makes.setdefault(maker.node_id, []).append(job.job_id)
-        for member in _present(job):
+        for member in present(job):
             wants.setdefault(member.node_id, {})[job.job_id] = None
     rows = []
     for node in status.nodes:
@@ -517,7 +504,7 @@ def _share(part: int, whole: int) -> str | None:
 
 def _peers(job: JobStatus) -> str:
     """Return how many ranks have joined, if several read the same batches: " (7 of 8)"."""
-    places = [member.topology for member in _present(job)]
+    places = [member.topology for member in present(job)]
     world = max((place.world_size for place in places), default=0)
     if world <= job.dp_size or job.member_count > len(job.members):
         return ""
@@ -525,31 +512,20 @@ def _peers(job: JobStatus) -> str:
 
 
 def _job_row(job: JobStatus) -> tuple[object, ...]:
-    speeds = _speeds(_present(job))
+    rates = speeds(present(job))
     missing = ", ".join(map(str, job.missing_dp_ranks))
     others = job.missing_count - len(job.missing_dp_ranks)
     return (
         job.job_id,
         job.state,
         job.generation,
-        f"{max(len(speeds), job.joined_dp_rank_count)}/{job.dp_size}{_peers(job)}",
+        f"{max(len(rates), job.joined_dp_rank_count)}/{job.dp_size}{_peers(job)}",
         f"{missing} and {others} others" if others > 0 else missing or None,
         job.epoch,
         f"{job.cursor / job.sample_count:.1%}" if job.sample_count else None,
-        sum(speeds.values()),
+        sum(rates.values()),
         job.dataset,
     )
-
-
-def _speeds(members: Sequence[MemberStatus]) -> dict[int, float]:
-    """Return the rate of each dp rank. Its members (DataLoader workers, tensor-parallel peers) each
-    report it.
-    """
-    speeds: dict[int, float] = {}
-    for member in members:
-        rank = member.topology.dp_rank
-        speeds[rank] = max(speeds.get(rank, 0.0), member.samples_per_s)
-    return speeds
 
 
 def _member_rows(job: JobStatus) -> list[tuple[object, ...]]:
@@ -571,7 +547,3 @@ def _member_rows(job: JobStatus) -> list[tuple[object, ...]]:
             job.members, key=lambda member: (member.topology.dp_rank, member.topology.rank)
         )
     ]
-
-
-def _present(job: JobStatus) -> list[MemberStatus]:
-    return [member for member in job.members if member.state == "joined"]

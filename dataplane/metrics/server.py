@@ -1,4 +1,5 @@
-"""The port for Prometheus: GET /metrics over HTTP, in a thread of its own.
+"""The port for people and Prometheus: GET /metrics over HTTP, in a thread of its own, and the paths
+that others add (page/server.py).
 
 The rules are those of the coordinator's port (docs/security.md): a token that may read the status,
 TLS where it is set up, no plain text beyond this host without `insecure`.
@@ -13,13 +14,17 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import base64
+import binascii
 import contextlib
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from http import HTTPStatus
+from typing import Any, TypeVar
 
+from msgspec import Struct
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -44,7 +49,7 @@ from dataplane.rpc.address import (
 )
 from dataplane.security.admission import Admission, AdmissionRules
 from dataplane.security.calls import READERS, WrongTokenError
-from dataplane.security.security import Security
+from dataplane.security.security import AUTHORIZATION, BEARER, Security
 from dataplane.security.tls import Certificates, load_cert_chain
 
 _trace = Trace("metrics")
@@ -56,13 +61,28 @@ _READ_S = 10.0
 _COUNT_MAX = 32
 _HEAD_BYTES_MAX = 16 << 10
 _PATH = "/metrics"
+_BASIC = "Basic "
 _FORM = "text/plain; version=0.0.4; charset=utf-8"
 _BUCKETS = (*map(str, BOUNDS_S), "+Inf")
 
 Read = Callable[[], Iterable[Reading]]
+T = TypeVar("T")
 
 
-class _Refused(Exception):
+class Answer(Struct, frozen=True):
+    """The answer to a request: its type, its body, whole or in pieces that are sent as they come,
+    and more lines of its head.
+    """
+
+    form: str
+    body: bytes | AsyncGenerator[bytes]
+    lines: tuple[str, ...] = ()
+
+
+Respond = Callable[[], Awaitable[Answer]]
+
+
+class RefusedError(Exception):
     """A request that gets this answer, for this reason."""
 
     def __init__(self, status: HTTPStatus, why: str) -> None:
@@ -83,7 +103,7 @@ class MetricsServer:
                 '"host:port" or ":port"',
                 address=address,
             )
-        self._wanted, self._security = wanted, security
+        self._wanted, self._security, self.address = wanted, security, ""
         self._reads: list[Read] = []
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
@@ -95,6 +115,7 @@ class MetricsServer:
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
         self._listener: socket.socket | None = None
         self._scraping = asyncio.Lock()
+        self._paths: dict[str, Respond] = {_PATH: self._scrape}
 
     def start(self) -> str:
         """Listen, and return the address, with its real port.
@@ -119,13 +140,34 @@ class MetricsServer:
         self._listener = listener
         self._service = asyncio.get_running_loop()
         self._thread.start()
-        shown = TcpAddress(address.host, listener.getsockname()[1]).target
-        _trace.noted("metrics are shown", address=shown)
-        return shown
+        self.address = TcpAddress(address.host, listener.getsockname()[1]).target
+        _trace.noted("metrics are shown", address=self.address)
+        return self.address
 
     def add(self, read: Read) -> None:
         """Show what this function returns, too. It must not wait."""
         self._reads.append(read)
+
+    def serve(self, path: str, respond: Respond) -> None:
+        """Answer requests for this path, too, in the thread of the port."""
+        self._paths[path] = respond
+
+    async def readings(self) -> list[Reading]:
+        """Return what the functions that were added show now. For the thread of the port.
+
+        Raises:  TimeoutError: the service does not answer.
+        """
+        return await self.on_service(self._read(), _READ_S)
+
+    async def on_service(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        """Run this on the event loop of the service, and wait for it in the thread of the port.
+
+        Raises:  TimeoutError, and what the work raises.
+        """
+        assert self._service is not None, "it was started"
+        running = asyncio.run_coroutine_threadsafe(work, self._service)
+        async with asyncio.timeout(timeout_s):
+            return await asyncio.wrap_future(running)
 
     def close(self) -> None:
         """Stop listening; waits for the thread. May be called twice."""
@@ -181,19 +223,16 @@ class MetricsServer:
                 )
                 writer = asyncio.StreamWriter(transport, protocol, reader, self._loop)
                 head = await reader.readuntil(b"\r\n\r\n")
-            status, body, form = HTTPStatus.OK, b"", _FORM
             try:
-                self._check(head, writer, peer)
-                async with self._scraping:
-                    body = await self._scrape()
-            except _Refused as refused:
-                status, body = refused.status, f"{refused.why}\n".encode()
-                form = "text/plain; charset=utf-8"
-            writer.write(_head(status, form, len(body)) + body)
-            async with asyncio.timeout(_REQUEST_S):
-                await writer.drain()
+                status, answer = HTTPStatus.OK, await self._check(head, writer, peer)()
+            except RefusedError as refused:
+                why = f"{refused.why}\n".encode()
+                status, answer = refused.status, Answer("text/plain; charset=utf-8", why)
+            await _send(writer, status, answer)
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            return  # it is gone, says nothing, or speaks something else
+            # It is gone, says nothing, takes nothing, or speaks something else.
+            if writer is not None:
+                writer.transport.abort()
         except ConfigError as error:
             _trace.failed("no connections for metrics accepted", error=error)
         finally:
@@ -202,14 +241,16 @@ class MetricsServer:
             else:
                 writer.close()
 
-    def _check(self, head: bytes, writer: asyncio.StreamWriter, peer: str) -> None:
-        """Check who asks, then for what.
+    def _check(self, head: bytes, writer: asyncio.StreamWriter, peer: str) -> Respond:
+        """Check who asks, then for what. Return what answers.
 
-        Raises:  _Refused.
+        Raises:  RefusedError.
         """
         request, *lines = head.decode("latin-1").split("\r\n")
         fields = (line.partition(":") for line in lines)
         headers = {name.lower(): text.strip() for name, _, text in fields}
+        if headers.get(AUTHORIZATION, "").startswith(_BASIC):
+            headers[AUTHORIZATION] = BEARER + _password(headers[AUTHORIZATION])
         try:
             caller = self._security.caller(headers)
         except WrongTokenError as error:
@@ -230,28 +271,29 @@ class MetricsServer:
             self._admission.greeted(task, "")
         method, _, rest = request.partition(" ")
         if method != "GET":
-            raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED, "only GET is answered")
-        if rest.partition(" ")[0].partition("?")[0] != _PATH:
-            raise _Refused(HTTPStatus.NOT_FOUND, f"metrics are at {_PATH}")
+            raise RefusedError(HTTPStatus.METHOD_NOT_ALLOWED, "only GET is answered")
+        respond = self._paths.get(rest.partition(" ")[0].partition("?")[0])
+        if respond is None:
+            raise RefusedError(HTTPStatus.NOT_FOUND, f"there are {', '.join(self._paths)}")
+        return respond
 
-    def _refusal(self, status: HTTPStatus, why: str, peer: str) -> _Refused:
+    def _refusal(self, status: HTTPStatus, why: str, peer: str) -> RefusedError:
         _audit.refused("metrics refused", by=network_of(peer), peer=peer, why=why)
-        return _Refused(status, f"metrics are not shown to you: {why}")
+        return RefusedError(status, f"metrics are not shown to you: {why}")
 
-    async def _scrape(self) -> bytes:
-        assert self._service is not None
-        reading = asyncio.run_coroutine_threadsafe(self._read(), self._service)
-        try:
-            async with asyncio.timeout(_READ_S):
-                readings = await asyncio.wrap_future(reading)
-        except TimeoutError as error:
-            why = f"the service has not answered for {_READ_S:g} s"
-            raise _Refused(HTTPStatus.SERVICE_UNAVAILABLE, why) from error
-        readings += [
-            Reading("dataplane_refusals_total", count, (event,))
-            for event, count in list(refusals.items())
-        ]
-        return generate_latest(_Families(readings)) + generate_latest(self._registry)
+    async def _scrape(self) -> Answer:
+        async with self._scraping:
+            try:
+                readings = await self.readings()
+            except TimeoutError as error:
+                why = f"the service has not answered for {_READ_S:g} s"
+                raise RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, why) from error
+            readings += [
+                Reading("dataplane_refusals_total", count, (event,))
+                for event, count in list(refusals.items())
+            ]
+            text = generate_latest(_Families(readings)) + generate_latest(self._registry)
+        return Answer(_FORM, text)
 
     async def _read(self) -> list[Reading]:
         return [reading for read in self._reads for reading in read()]
@@ -279,15 +321,43 @@ def _context(tls: Certificates) -> ssl.SSLContext:
     return context
 
 
-def _head(status: HTTPStatus, content_type: str, length: int) -> bytes:
+def _password(basic: str) -> str:
+    """Return the password that a browser sends, in which its user has typed the token."""
+    try:
+        text = base64.b64decode(basic.removeprefix(_BASIC), validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError):
+        return ""
+    return text.partition(":")[2]
+
+
+async def _send(writer: asyncio.StreamWriter, status: HTTPStatus, answer: Answer) -> None:
+    """Send an answer. A peer that takes nothing for `_REQUEST_S` is hung up on."""
+    writer.write(_head(status, answer))
+    if isinstance(answer.body, bytes):
+        writer.write(answer.body)
+        async with asyncio.timeout(_REQUEST_S):
+            await writer.drain()
+        return
+    async with contextlib.aclosing(answer.body):
+        async for piece in answer.body:
+            writer.write(piece)
+            async with asyncio.timeout(_REQUEST_S):
+                await writer.drain()
+
+
+def _head(status: HTTPStatus, answer: Answer) -> bytes:
     lines = [
         f"HTTP/1.1 {status.value} {status.phrase}",
-        f"Content-Type: {content_type}",
-        f"Content-Length: {length}",
+        f"Content-Type: {answer.form}",
         "Connection: close",
+        "X-Content-Type-Options: nosniff",
+        *answer.lines,
     ]
+    if isinstance(answer.body, bytes):
+        lines.append(f"Content-Length: {len(answer.body)}")
     if status is HTTPStatus.UNAUTHORIZED:
-        lines.append("WWW-Authenticate: Bearer")
+        # The second one makes a browser ask its user.
+        lines += ["WWW-Authenticate: Bearer", 'WWW-Authenticate: Basic realm="dataplane token"']
     return "\r\n".join([*lines, "", ""]).encode()
 
 

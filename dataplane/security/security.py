@@ -21,7 +21,7 @@ from dataplane.security.tokens import TokenSource
 AUTHORIZATION = "authorization"
 NODE_PROOF = "dataplane-node-bin"
 """The header by which a node proves that its id is its own (node_identity.py)."""
-_BEARER = "Bearer "
+BEARER = "Bearer "
 _HOW = (
     f"set {tokens.VARIABLE}, or --token-file to a file that has it. The coordinator's own is in "
     "its state directory (`dataplane config show`, state_dir), in the file `token`"
@@ -44,7 +44,7 @@ class Security(Struct, frozen=True):
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """The metadata that a client sends with each call."""
         token = "" if self.tokens is None else self.tokens.first()
-        return ((AUTHORIZATION, _BEARER + token),) if token else ()
+        return ((AUTHORIZATION, BEARER + token),) if token else ()
 
     def caller(self, metadata: Mapping[str, str | bytes]) -> Caller:
         """Return the caller of a call.
@@ -55,9 +55,9 @@ class Security(Struct, frozen=True):
         shown = metadata.get(AUTHORIZATION)
         if shown is None:
             raise WrongTokenError("no token was sent")
-        if not isinstance(shown, str) or not shown.startswith(_BEARER):
+        if not isinstance(shown, str) or not shown.startswith(BEARER):
             raise WrongTokenError("what was sent is not a bearer token")
-        token = shown.removeprefix(_BEARER)
+        token = shown.removeprefix(BEARER)
         if self.tokens.accepts(token):
             return HOLDER_OF_SHARED
         if self.jwts is None or not is_jwt(token):
