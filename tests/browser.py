@@ -199,6 +199,8 @@ class LivePage:
         self.send("Page.enable")
         self.resize(width, height)
         self.send("Page.navigate", url=url)
+        while self._message().get("method") != "Page.loadEventFired":
+            pass
 
     def __enter__(self) -> Self:
         return self
@@ -228,7 +230,8 @@ class LivePage:
     def until(self, script: str) -> Any:
         """The value of this expression once it is true; the deadline only ends a hang."""
         deadline = time.monotonic() + TIMEOUT_S
-        while not (value := self.evaluate(script)):
+        tried = f"(() => {{ try {{ return {script} }} catch {{ return null }} }})()"
+        while not (value := self.evaluate(tried)):
             assert time.monotonic() < deadline, (script, self.said)
             threading.Event().wait(0.05)
         return value
