@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
-from dataplane_bench.folders import bench_folder
+from dataplane_bench.machine import bench_folder
 from dataplane_bench.model import CROP, BenchCase, ColumnType, DatasetPlace, TrialTask, Workload
 from dataplane_bench.peers import memmaps
 from dataplane_bench.peers.torch_datasets import TorchPeer

@@ -37,8 +37,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from dataplane_bench.folders import bench_folder
-from dataplane_bench.machine import machine_facts
+from dataplane_bench.machine import bench_folder, machine_facts
 from dataplane_bench.processes import pause, running, tail
 from dataplane_bench.report import results
 from dataplane_bench.report.cells import median

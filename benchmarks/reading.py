@@ -28,9 +28,8 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 from dataplane_bench.model import BenchCase
-from dataplane_bench.s3 import REGION
+from dataplane_bench.s3 import REGION, Storage, s3_storage
 from dataplane_bench.scripts import Row, exit_with, family_cpu_s, run
-from dataplane_bench.workloads.storage import Storage, s3_storage
 from nodes import line_of, rows_of, send, started
 
 from dataplane.store.connect import connect

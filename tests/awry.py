@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from dataplane_bench.certificates import Certificate
+from dataplane_bench.s3 import Certificate
 
 _DRIPPED = 100
 _DRIP_S = 0.02

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from dataplane_bench.model import BenchCase, ColumnType, Mode, StorageKind, Workload, WorkloadColumn
-from dataplane_bench.peers.registry import HARNESS, OURS, PEERS
+from dataplane_bench.peers.base import HARNESS, OURS, PEERS
 from dataplane_bench.report import results
 from dataplane_bench.report.results import (
     BenchReport,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from awry import Awry, awry_server
-from dataplane_bench.certificates import make
+from dataplane_bench.s3 import make_certificate
 from servers import reach
 
 from dataplane.arena.memfd import Arena
@@ -46,7 +46,7 @@ def awry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Awry]:
 def awry_tls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Awry]:
     if shutil.which("openssl") is None:
         pytest.skip("no openssl to make a certificate")
-    with awry_server({"bucket/shard.bin": BODY}, make(tmp_path)) as server:
+    with awry_server({"bucket/shard.bin": BODY}, make_certificate(tmp_path)) as server:
         reach(server, monkeypatch)
         yield server
 

@@ -18,7 +18,7 @@ from dataplane.base import units
 from dataplane.commands import output
 from dataplane.commands.options import json_option
 from dataplane.model.errors import ConfigError
-from dataplane_bench.folders import bench_folder
+from dataplane_bench.machine import bench_folder
 
 _DELAY_MS_MAX = 10_000
 
@@ -242,7 +242,7 @@ def _run(given: dict[str, Any]) -> None:
 
 def _list(*, as_json: bool) -> None:
     from dataplane_bench import environments
-    from dataplane_bench.peers.registry import PEERS, adapter
+    from dataplane_bench.peers.base import PEERS, adapter
     from dataplane_bench.scenarios import SCENARIOS, Scale
 
     installed = {name: environments.python_of(name) is not None for name in PEERS}
@@ -265,7 +265,7 @@ def _list(*, as_json: bool) -> None:
 
 def _install(names: tuple[str, ...]) -> None:
     from dataplane_bench import environments
-    from dataplane_bench.peers.registry import PEERS
+    from dataplane_bench.peers.base import PEERS
 
     console = output.stderr()
     failed = []

@@ -31,8 +31,8 @@ from typing import Any
 
 from dataplane.model.errors import ConfigError
 from dataplane_bench import processes
-from dataplane_bench.folders import bench_folder
-from dataplane_bench.peers.registry import adapter
+from dataplane_bench.machine import bench_folder
+from dataplane_bench.peers.base import adapter
 
 Say = Callable[[str], None]
 

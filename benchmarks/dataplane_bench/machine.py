@@ -1,17 +1,23 @@
-"""Facts about the machine on which a benchmark ran, and the load of other processes."""
+"""The machine of a benchmark: its facts, its load, which cores loaders use, and where files lie.
+
+An S3 server that shares cores with the loaders slows them down as no server elsewhere would. So it
+gets cores of its own where the machine has enough of them. Its CPU time is reported apart.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from dataplane_bench.cores import CoreIds
+from dataplane import settings
+from dataplane.base.machine import this_machine
 from dataplane_bench.trial import watch
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -86,3 +92,58 @@ def _file_system(folder: Path) -> str:
         one for one in psutil.disk_partitions(all=True) if resolved.is_relative_to(one.mountpoint)
     ]
     return max(inside, key=lambda one: len(one.mountpoint)).fstype if inside else ""
+
+
+CORES_MIN = 8
+"""Fewer are shared: what is left for the loaders would be another machine."""
+_SERVER_SHARE = 4
+
+CoreIds = set[int] | frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Cores by number, as the kernel counts them. Both are all of them where they are shared."""
+
+    loaders: CoreIds
+    server: CoreIds
+
+    @property
+    def all(self) -> CoreIds:
+        return self.loaders | self.server
+
+    @property
+    def are_apart(self) -> bool:
+        return not self.loaders & self.server
+
+
+def divided(cores: CoreIds) -> Division:
+    """A quarter of the cores for the server, the last ones, where there are enough."""
+    if len(cores) < CORES_MIN:
+        return Division(cores, cores)
+    ordered = sorted(cores)
+    count = len(ordered) // _SERVER_SHARE
+    return Division(frozenset(ordered[:-count]), frozenset(ordered[-count:]))
+
+
+@contextlib.contextmanager
+def confined(cores: CoreIds) -> Iterator[None]:
+    """Until the block ends, this thread and what it starts use only these cores.
+
+    A process that was started inside stays there.
+    """
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def bench_folder() -> Path:
+    """Samples, environments of peers and reports: in the user's cache, beside our own.
+
+    Raises:  ConfigError: the user has no home.
+    """
+    cache = settings.BY_NAME["cache_dir"].default(this_machine(), os.environ)
+    return Path(str(cache), "bench")

@@ -22,6 +22,9 @@ CROP = 224
 """Height and width of an image in a batch, pixels."""
 
 
+TOKENIZER = "tokenizer.json"
+
+
 class ColumnType(enum.StrEnum):
     """The type of a column in the source shards, and in a batch."""
 
@@ -120,6 +123,11 @@ class Workload:
             delivery=BatchKind.STORED,
             parts=(),
         )
+
+    @property
+    def tokenizer(self) -> Path:
+        """The tokenizer of generated texts, a file of Hugging Face's `tokenizers`."""
+        return self.source / TOKENIZER
 
     def of_kind(self, kind: ColumnType) -> tuple[WorkloadColumn, ...]:
         return tuple(column for column in self.columns if column.kind is kind)

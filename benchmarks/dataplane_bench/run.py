@@ -19,18 +19,16 @@ from typing import Any
 
 from dataplane.model.errors import ConfigError
 from dataplane_bench import environments
-from dataplane_bench.contest import Contest, Entry, Show
-from dataplane_bench.cores import CoreIds, Division, confined, divided
-from dataplane_bench.machine import machine_facts
+from dataplane_bench.contest import Contest, Entry, Prepared, Show
+from dataplane_bench.machine import CoreIds, Division, confined, divided, machine_facts
 from dataplane_bench.model import BenchCase, Mode, StorageKind, Workload
-from dataplane_bench.peers.registry import HARNESS, OURS, PEERS
-from dataplane_bench.prepared import Prepared
+from dataplane_bench.peers.base import HARNESS, OURS, PEERS
 from dataplane_bench.report.results import BenchReport, CaseResult, ScenarioResult
+from dataplane_bench.s3 import s3_storage
 from dataplane_bench.scenarios import MADE, OTHERS, SCENARIOS, WORKLOADS, Scale, Scenario
 from dataplane_bench.trial.launch import Timing
 from dataplane_bench.workloads.generate import RECIPES, generated
 from dataplane_bench.workloads.own import own
-from dataplane_bench.workloads.storage import s3_storage
 
 QUICK_PEERS = ("torch",)
 """The peers that need nothing but torch."""

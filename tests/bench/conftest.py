@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from dataplane_bench.trial import keeper, members
+from dataplane_bench.trial import keeper, launch
 from warm import WarmPython
 
 
@@ -18,5 +18,5 @@ def forked(warm_torch: WarmPython, monkeypatch: pytest.MonkeyPatch) -> None:
             return executed(python, folder, environ, log)
         return warm_torch.run([keeper.__file__], environ, log.fileno(), folder)
 
-    executed = members.executed
-    monkeypatch.setattr(members, "executed", start)
+    executed = launch.executed
+    monkeypatch.setattr(launch, "executed", start)

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from dataplane_bench.peers.registry import adapter
+from dataplane_bench.peers.base import adapter
 from dataplane_bench.run import Options, _scratch, chosen, scale_of
 from dataplane_bench.scenarios import Scale, local_and_s3
 from dataplane_bench.workloads.generate import generated

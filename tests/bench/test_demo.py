@@ -20,8 +20,14 @@ import pyarrow.parquet as pq
 import pytest
 from dataplane_bench.demo import proof
 from dataplane_bench.demo.__main__ import QUICK_STEPS
-from dataplane_bench.demo.corpus import ROW_TOKENS, corpus, parquet_shards
-from dataplane_bench.demo.journal import JournalReader, JournalWriter, Step
+from dataplane_bench.demo.journal import (
+    ROW_TOKENS,
+    JournalReader,
+    JournalWriter,
+    Step,
+    corpus,
+    parquet_shards,
+)
 from dataplane_bench.demo.stages import DemoLength
 from hypothesis import given, settings
 from hypothesis import strategies as st

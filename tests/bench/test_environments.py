@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from dataplane_bench.environments import environment, python_of, versions
-from dataplane_bench.folders import bench_folder
+from dataplane_bench.machine import bench_folder
 
 from dataplane.model.errors import ConfigError
 

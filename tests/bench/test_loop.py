@@ -19,10 +19,9 @@ import numpy as np
 import pytest
 from dataplane_bench import processes
 from dataplane_bench.model import BenchCase, Mode, StorageKind
-from dataplane_bench.trial.launch import together
-from dataplane_bench.trial.loop import BIN_S, Loop, NoBatch
-from dataplane_bench.trial.members import environment
-from dataplane_bench.workloads.storage import s3_storage
+from dataplane_bench.s3 import s3_storage
+from dataplane_bench.trial.launch import environment, together
+from dataplane_bench.trial.process import BIN_S, Loop, NoBatch
 from hypothesis import given
 from hypothesis import strategies as st
 from obstore.store import S3Store

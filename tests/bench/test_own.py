@@ -487,20 +487,20 @@ def crops(labels, dtype=np.uint8, side=CROP):
 
 
 def test_generated_images_must_come_with_their_labels():
-    made = dataclasses.replace(workload(images.RECIPE.columns), urls=())
+    made = dataclasses.replace(workload(images.COLUMNS), urls=())
     batch = crops([3, 77, 124])
     turned = crops([124, 77, 3]) | {"id": torch.tensor([2, 1, 0])}
     assert digest(batch, of=made) == digest(turned, of=made)
-    for of in (made, workload(images.RECIPE.columns)):
+    for of in (made, workload(images.COLUMNS)):
         digest(batch, of=of)
     mixed = batch | {"image": batch["image"].flip(0)}
     with pytest.raises(BatchRefused, match="colour of label 124, and comes with label 3; so do 2"):
         digest(mixed, of=made)
     # A user's own images may have any colour.
-    digest(mixed, of=workload(images.RECIPE.columns))
+    digest(mixed, of=workload(images.COLUMNS))
 
 
 @pytest.mark.parametrize("batch", [crops([1], np.float32), crops([1], side=CROP - 1)])
 def test_images_have_the_shape_and_type_of_the_contract(batch):
     with pytest.raises(BatchRefused, match="image: "):
-        digest(batch, of=workload(images.RECIPE.columns))
+        digest(batch, of=workload(images.COLUMNS))

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from browser import browser, open_page
 from dataplane_bench.model import BenchCase
-from dataplane_bench.peers.registry import HARNESS, OURS, PEERS
-from dataplane_bench.report import axes, marks, page, results
+from dataplane_bench.peers.base import HARNESS, OURS, PEERS
+from dataplane_bench.report import axes, page, results
 from dataplane_bench.report.figures import case_figures
 from dataplane_bench.report.results import CaseResult, HardwareBound, Tried
 from hypothesis import given, settings
@@ -384,7 +384,7 @@ def test_a_logarithmic_axis_has_a_few_round_ticks(low, decades):
     assert [float(told) for told in axis["ticktext"]] == pytest.approx(shown)
 
 
-STYLE = Path(marks.__file__).with_name("web") / "page.css"
+STYLE = Path(axes.__file__).with_name("web") / "page.css"
 VISION = {
     "usual": np.eye(3),
     "protanopia": [
@@ -436,8 +436,7 @@ def contrast(one, other):
 def test_hues_can_be_told_apart_with_any_colour_vision(theme, vision):
     found = colours(theme)
     seen = {
-        name: lab(np.array(VISION[vision]) @ linear(found[name]))
-        for name in ("--ours", *marks.HUES)
+        name: lab(np.array(VISION[vision]) @ linear(found[name])) for name in ("--ours", *axes.HUES)
     }
     for one, other in itertools.combinations(seen, 2):
         assert np.linalg.norm(seen[one] - seen[other]) > 12, (one, other)
@@ -446,16 +445,16 @@ def test_hues_can_be_told_apart_with_any_colour_vision(theme, vision):
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_everything_stands_out_from_the_page(theme):
     found = colours(theme)
-    for name in ("--ours", *marks.HUES):
+    for name in ("--ours", *axes.HUES):
         assert contrast(found[name], found["--card"]) > 3, name
     for text, ground in (("--ink", "--card"), ("--muted", "--card"), ("--ink", "--warn-paper")):
         assert contrast(found[text], found[ground]) > 4.5, text
 
 
 def test_every_system_looks_different_and_no_other_has_our_colour():
-    found = marks.marks([*PEERS, "mine:Loader"])
+    found = axes.marks([*PEERS, "mine:Loader"])
     looks = {name: (one.colour, one.dash, one.pattern, one.symbol) for name, one in found.items()}
     assert len(set(looks.values())) == len(looks) == len(PEERS) + 3
     assert all(one.colour != found[OURS].colour for name, one in found.items() if name != OURS)
     assert found[HARNESS].dash == "dot"
-    assert marks.marks([])["torch"] == found["torch"]
+    assert axes.marks([])["torch"] == found["torch"]

@@ -21,12 +21,11 @@ from dataplane_bench.model import (
     WorkloadColumn,
 )
 from dataplane_bench.peers import torch_streams
-from dataplane_bench.peers.arrow_batches import TableBatches
+from dataplane_bench.peers.base import adapter
 from dataplane_bench.peers.ffcv import Ffcv, _padded
-from dataplane_bench.peers.images import crop_box
-from dataplane_bench.peers.padding import padded
 from dataplane_bench.peers.ray_data import RayData, _tensors
-from dataplane_bench.peers.registry import adapter
+from dataplane_bench.peers.rows import TableBatches
+from dataplane_bench.peers.samples import crop_box, padded
 from dataplane_bench.trial.checksum import Sum
 from dataplane_bench.workloads.generate import RECIPES, generated
 

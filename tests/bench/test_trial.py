@@ -25,14 +25,14 @@ from dataplane_bench.model import (
     Workload,
     WorkloadColumn,
 )
-from dataplane_bench.peers.registry import SYSTEMS, adapter, folder_of
-from dataplane_bench.trial import members, process, wire
+from dataplane_bench.peers.base import SYSTEMS, adapter, folder_of
+from dataplane_bench.trial import launch, process, wire
 from dataplane_bench.trial.launch import Contestant, Timing, TrialFailed, run_order, run_trial
 
 from dataplane.model.errors import ConfigError
 
 AWRY = "bench_loaders:Loader"
-EXECUTED = members.executed
+EXECUTED = launch.executed
 QUICK = Timing(settle_s=0.05, window_s=0.2, stall_window_s=0.1, epoch_s=20.0, timeout_s=60.0)
 COLUMNS = (
     WorkloadColumn("id", ColumnType.FIXED, "int64"),
@@ -311,7 +311,7 @@ def test_a_loader_receives_no_settings_or_credentials_of_the_user(trial, tmp_pat
     for cold in (False, True, True):
         with monkeypatch.context() as patch:
             if not cold:
-                patch.setattr(members, "executed", EXECUTED)
+                patch.setattr(launch, "executed", EXECUTED)
             trial(settings=settings, cold=cold)
         found.append(json.loads(journal.read_text().splitlines()[0]))
         journal.unlink()
@@ -328,7 +328,7 @@ HARNESS = """
 import json, sys
 from pathlib import Path
 from dataplane_bench.model import BenchCase, DatasetPlace, Mode
-from dataplane_bench.trial import members, process, wire
+from dataplane_bench.trial import launch, process, wire
 from dataplane_bench.trial.launch import Contestant, Timing, run_trial
 workload, journal, folder = wire.workload_of(json.loads(sys.argv[1])), sys.argv[2], Path(sys.argv[3])
 settings = {"does": sys.argv[4], "journal": journal}

@@ -17,9 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from dataplane_bench import bounds
-from dataplane_bench.cores import confined, divided
-from dataplane_bench.machine import CpuSample, load_between, look
-from dataplane_bench.measure import MEASURES, best_rate
+from dataplane_bench.bounds import MEASURES, best_rate
+from dataplane_bench.machine import CpuSample, confined, divided, load_between, look
 from dataplane_bench.model import ColumnType, DatasetPlace, StorageKind, Workload, WorkloadColumn
 from dataplane_bench.trial import watch
 from dataplane_bench.trial.launch import TrialFailed

@@ -25,16 +25,14 @@ from dataplane_bench.model import (
     TrialTask,
     Workload,
 )
-from dataplane_bench.peers import documents, reference
-from dataplane_bench.peers.images import random_resized_crop_flip
-from dataplane_bench.peers.registry import adapter
+from dataplane_bench.peers import harness, samples
+from dataplane_bench.peers.base import adapter
+from dataplane_bench.peers.samples import random_resized_crop_flip
 from dataplane_bench.peers.torch_datasets import mixed
-from dataplane_bench.trial.checksum import BatchRefused, Sum
+from dataplane_bench.trial.checksum import BatchRefused, MixtureSum, PackSum, Sum
 from dataplane_bench.trial.launch import Timing
-from dataplane_bench.trial.made_sums import MixtureSum, PackSum
 from dataplane_bench.workloads import images
-from dataplane_bench.workloads.generate import BATCHES_MIN, RECIPES, generated
-from dataplane_bench.workloads.recipe import SHARD_COUNT
+from dataplane_bench.workloads.generate import BATCHES_MIN, RECIPES, SHARD_COUNT, generated
 
 SMALL = 0.001
 SHAPES = {"mixture": "tokens", "packed": "text", "tokenise": "text"}
@@ -259,14 +257,14 @@ def own_environment():
 @pytest.mark.parametrize("name", ["torch", "dataplane"])
 def test_texts_become_the_same_tokens_in_every_loader(name, workloads, tmp_path):
     workload = workloads["tokenise"]
-    truth = summed(Sum(workload), reference.batches(workload))
+    truth = summed(Sum(workload), harness.batches(workload))
     found = summed(Sum(workload), epoch_of(name, workload, tmp_path / name))
     assert (found.digest, found.sample_count) == (truth.digest, workload.sample_count)
 
 
 def test_tokens_are_cut_and_padded_and_told(workloads):
     workload = workloads["tokenise"]
-    for batch in reference.batches(workload):
+    for batch in harness.batches(workload):
         tokens, counts = batch["tokens"].numpy(), batch["token_count"].numpy()
         assert tokens.shape[1] == workload.length
         inside = np.arange(workload.length) < counts[:, None]
@@ -291,14 +289,14 @@ def test_a_mixture_by_hand_ends_with_its_first_source():
 
 
 def all_of_the_source(workload):
-    return list(reference.batches(workload))
+    return list(harness.batches(workload))
 
 
 def web_only(workload):
     count = workload.parts[0].sample_count
     return [
         {name: column[batch["id"] < count] for name, column in batch.items()}
-        for batch in reference.batches(workload)
+        for batch in harness.batches(workload)
         if batch["id"][0] < count
     ]
 
@@ -339,7 +337,7 @@ def test_what_is_wrong_with_a_mixture_is_told(batches, fault, workloads):
 @pytest.mark.usefixtures("own_environment")
 def test_packs_have_all_tokens_of_all_documents_once(workloads, tmp_path):
     workload = workloads["packed"]
-    truth = summed(PackSum(workload), reference.batches(workload))
+    truth = summed(PackSum(workload), harness.batches(workload))
     found = summed(PackSum(workload), epoch_of("dataplane", workload, tmp_path / "packs"))
     assert found.digest == truth.digest
     assert found.facts()["documents"] == truth.facts()["documents"] > workload.sample_count
@@ -350,7 +348,7 @@ def pack(*parts, length=2048):
     """A pack of documents, each the tokens from 1 on."""
     sizes = np.array(parts)
     tokens = np.concatenate([np.arange(1, size + 1, dtype=np.int32) for size in parts])
-    return documents.pack_batch([tokens], [sizes], length)
+    return samples.pack_batch([tokens], [sizes], length)
 
 
 def test_the_sum_of_packs_depends_on_their_documents_alone(workloads):
@@ -383,7 +381,7 @@ def test_packs_whose_documents_are_not_told_apart_are_refused(broken, workloads)
 
 
 def test_a_document_longer_than_a_pack_fills_whole_packs():
-    starts, ends = documents.pieces(np.array([0, 5, 5, 13, 17]), 4)
+    starts, ends = samples.pieces(np.array([0, 5, 5, 13, 17]), 4)
     assert list(zip(starts.tolist(), ends.tolist(), strict=True)) == [
         (0, 4), (4, 5), (5, 9), (9, 13), (13, 17),
     ]  # fmt: skip

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from awry import Awry, Mood, awry_server
-from dataplane_bench.certificates import make
+from dataplane_bench.s3 import make_certificate
 from dataplane_torch import DataLoader
 from fake_clock import Time
 from hypothesis import given
@@ -223,7 +223,7 @@ def test_a_list_is_that_of_one_request_after_the_other(
 
 def test_google_lists_from_any_key_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     objects = {f"bucket/many/{i:05d}": b"x" for i in range(4321)}
-    with awry_server(objects, make(tmp_path)) as google:
+    with awry_server(objects, make_certificate(tmp_path)) as google:
         nobody = dict.fromkeys(("client_email", "private_key", "private_key_id"), "")
         account = {"gcs_base_url": google.endpoint, "disable_oauth": True, **nobody}
         monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", json.dumps(account))

@@ -26,10 +26,17 @@ from typing import Any
 from dataplane.model.errors import DataplaneError
 from dataplane.settings import CONFIG_VARIABLE, SETTINGS
 from dataplane_bench.demo import proof
-from dataplane_bench.demo.launch import Watch, rates
 from dataplane_bench.demo.proof import Proof
-from dataplane_bench.demo.report import DemoReport
-from dataplane_bench.demo.stages import EPOCH, SEED, DemoLength, Stages, saved_in
+from dataplane_bench.demo.stages import (
+    EPOCH,
+    SEED,
+    DemoLength,
+    DemoReport,
+    Stages,
+    Watch,
+    rates,
+    saved_in,
+)
 from dataplane_bench.processes import ProcessEnded
 
 STEPS, QUICK_STEPS, STEPS_MIN = 200, 16, 16

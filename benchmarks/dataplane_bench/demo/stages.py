@@ -1,28 +1,258 @@
-"""The demo's stages, in order. Each shows what it does, and is timed."""
+"""The demo's stages, in order. Each shows what it does, and is timed.
+
+Trainers are started with torchrun, followed by their journals, watched from outside, and killed.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import subprocess
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
 
 from dataplane.plan.manifest import Manifest
 from dataplane_bench import processes
-from dataplane_bench.demo import launch as launching
-from dataplane_bench.demo.corpus import ROW_TOKENS, Corpus, corpus, parquet_shards, row_sums
-from dataplane_bench.demo.journal import Run
-from dataplane_bench.demo.launch import TorchrunLaunch, Watch, launched
-from dataplane_bench.demo.report import DemoReport
+from dataplane_bench.demo.journal import (
+    ROW_TOKENS,
+    Corpus,
+    JournalReader,
+    Run,
+    Step,
+    corpus,
+    parquet_shards,
+    row_sums,
+)
+from dataplane_bench.demo.proof import Proof
 from dataplane_bench.processes import ProcessEnded
 from dataplane_bench.s3 import S3Server, s3_server
+
+WIDTH = 100
+_RECENT_STEPS = 20
+
+
+class DemoReport:
+    """Prints everything for people: to stdout, or to stderr if stdout is for JSON."""
+
+    def __init__(self, *, to_stderr: bool) -> None:
+        stream = sys.stderr if to_stderr else sys.stdout
+        width = None if stream.isatty() else WIDTH
+        self._console = Console(file=stream, width=width, highlight=False)
+        self._sections = 0
+
+    def title(self, text: str, about: str) -> None:
+        self._console.print(f"\n[bold]{escape(text)}[/]\n{escape(about)}")
+
+    def section(self, text: str) -> None:
+        self._sections += 1
+        self._console.print()
+        self._console.rule(f"[bold]{self._sections}  {escape(text)}[/]", align="left", style="dim")
+
+    def note(self, text: str) -> None:
+        self._console.print(escape(text), soft_wrap=True)
+
+    def command(self, words: Sequence[str]) -> None:
+        self._console.print(f"[cyan]$ {escape(' '.join(words))}[/]", soft_wrap=True)
+
+    def output(self, text: str) -> None:
+        """Print what a command wrote."""
+        lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+        self._console.print(escape("\n".join(lines)), style="dim", soft_wrap=True)
+
+    def event(self, text: str) -> None:
+        self._console.print(f"[bold red]{escape(text)}[/]", soft_wrap=True)
+
+    def error(self, text: str) -> None:
+        self._console.print(f"[bold red]error:[/] {escape(text)}", soft_wrap=True)
+
+    @contextlib.contextmanager
+    def training(self, run: Run, ranks: int, step_count: int) -> Iterator[OnStep]:
+        """Shows each step that it is called with: a live bar, and one line per checkpoint."""
+        steps: list[Step] = []
+        bar = Progress(
+            TextColumn("step {task.completed:>3.0f}/{task.total:.0f}"),
+            BarColumn(24),
+            TextColumn("{task.fields[figures]}"),
+            console=self._console,
+            disable=not self._console.is_terminal,
+            transient=True,
+        )
+        with bar:
+            task = bar.add_task("", total=step_count, figures="torch is starting…")
+
+            def on_step(step: Step) -> None:
+                steps.append(step)
+                figures = _figures(steps[-_RECENT_STEPS:], run, ranks)
+                bar.update(task, completed=step.step, figures=figures)
+                if step.saved or step.step == step_count:
+                    what = "checkpoint" if step.saved else "end of the epoch"
+                    bar.console.print(f"step {step.step:>3}  {figures}  {what}")
+
+            yield on_step
+
+    def proof(self, checks: Sequence[Proof]) -> None:
+        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+        for check in checks:
+            mark = "[bold green]✓[/]" if check.holds else "[bold red]✗[/]"
+            table.add_row(mark, f"{escape(check.claim)}\n[dim]{escape(check.found)}[/]")
+        self._console.print(table)
+
+    def figures(self, rows: Mapping[str, str]) -> None:
+        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+        self._console.print()
+        for name, value in rows.items():
+            table.add_row(escape(name), escape(value))
+        self._console.print(table)
+
+    def verdict(self, *, holds: bool, text: str) -> None:
+        style = "bold green" if holds else "bold red"
+        self._console.print(f"\n[{style}]{escape(text)}[/]\n")
+
+
+def _figures(steps: Sequence[Step], run: Run, ranks: int) -> str:
+    samples_per_s, bytes_per_s, waited = rates(steps, run, ranks)
+    return (
+        f"loss {steps[-1].loss:5.3f}  {samples_per_s:6,.0f} samples/s  "
+        f"{bytes_per_s / 1e6:5.2f} MB/s  waiting {waited:5.1%}"
+    )
+
+
+FOLLOW_POLL_S = 0.05
+LOOK_PERIOD_S = 0.5
+STALL_S = 90.0
+
+OnStep = Callable[[Step], None]
+
+
+@dataclass(slots=True)
+class Watch:
+    """Looks at the trainers' connections and environment from outside, now and then."""
+
+    ports: Mapping[int, str]
+    looks: int = 0
+    offences: list[str] = field(default_factory=list)
+    _next_s: float = 0.0
+
+    def look(self, pid: int) -> None:
+        """Look at the children of torchrun, unless we just did."""
+        if time.monotonic() < self._next_s:
+            return
+        self._next_s = time.monotonic() + LOOK_PERIOD_S
+        with contextlib.suppress(psutil.Error):
+            for rank in psutil.Process(pid).children():
+                self._look_at(rank)
+
+    def _look_at(self, rank: psutil.Process) -> None:
+        secrets = [name for name in rank.environ() if name.startswith("AWS_")]
+        if secrets:
+            self.offences.append(f"a trainer has {', '.join(secrets)} in its environment")
+        for connection in rank.net_connections("inet"):
+            if connection.raddr and connection.raddr.port in self.ports:
+                self.offences.append(f"a trainer talks to {self.ports[connection.raddr.port]}")
+        self.looks += 1
+
+
+@dataclass(frozen=True, slots=True)
+class TorchrunLaunch:
+    """One torchrun and its ranks."""
+
+    run: Run
+    ranks: int
+    process: subprocess.Popen[bytes]
+    log: Path
+    journals: tuple[JournalReader, ...]
+    steps: tuple[list[Step], ...]
+
+    def follow(self, watch: Watch, on_step: OnStep, until: int | None = None) -> None:
+        """Report every step of rank 0 until all ranks have done step `until`, or to the end.
+
+        Raises:  ProcessEnded: torchrun failed, ended before `until`, or made no step for too long.
+        """
+        heard = time.monotonic()
+        while True:
+            status = self.process.poll()
+            new = self.catch_up()
+            for step in new:
+                on_step(step)
+            if new:
+                heard = time.monotonic()
+            if until is not None and all(steps and steps[-1].step >= until for steps in self.steps):
+                return
+            if status is not None:
+                if status or until is not None:
+                    words = processes.tail(self.log)
+                    raise ProcessEnded(f"torchrun ended, exit status {status}:\n{words}")
+                return
+            if time.monotonic() - heard > STALL_S:
+                raise ProcessEnded(f"no step for {STALL_S:g} s:\n{processes.tail(self.log)}")
+            watch.look(self.process.pid)
+            processes.pause(FOLLOW_POLL_S)
+
+    def catch_up(self) -> list[Step]:
+        """Read the journals of all ranks; return the new steps of rank 0."""
+        new = [journal.new() for journal in self.journals]
+        for steps, fresh in zip(self.steps, new, strict=True):
+            steps.extend(fresh)
+        return new[0]
+
+    def kill(self) -> list[int]:
+        """SIGKILL torchrun and all ranks at once; return their process ids."""
+        killed = processes.kill_family(self.process)
+        self.catch_up()
+        return killed
+
+
+def torchrun(ranks: int, settings: str) -> list[str]:
+    """The command as a user would type it. Ranks meet on loopback, whatever the host's name is."""
+    return [
+        *("torchrun", f"--nproc-per-node={ranks}", "--rdzv-id=demo", "--rdzv-backend=c10d"),
+        *("--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"),
+        *("-m", "dataplane_bench.demo.train", settings),
+    ]
+
+
+@contextlib.contextmanager
+def launched(run: Run, ranks: int, environment: Mapping[str, str]) -> Iterator[TorchrunLaunch]:
+    """Start the trainer on `ranks` ranks with one thread each; all processes end with the block."""
+    settings = Path(run.folder, f"{run.launch}.json")
+    settings.write_text(run.to_json(), encoding="utf-8")
+    log = settings.with_suffix(".log")
+    program, *arguments = torchrun(ranks, settings.name)
+    full = [processes.tool(program), *arguments]
+    ours = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    with processes.running(full, {**environment, **ours}, log) as process:
+        journals = tuple(JournalReader(run.journal(rank)) for rank in range(ranks))
+        yield TorchrunLaunch(run, ranks, process, log, journals, tuple([] for _ in range(ranks)))
+
+
+def resumed(run: Run, launch: str) -> Run:
+    """The settings of a launch that continues from the checkpoint."""
+    return dataclasses.replace(run, launch=launch, resume=True)
+
+
+def rates(steps: Sequence[Step], run: Run, ranks: int) -> tuple[float, float, float]:
+    """Samples/s and bytes/s of all ranks, and the share of time that rank 0 waited for batches."""
+    seconds = sum(step.step_s for step in steps) or 1e-9
+    samples = sum(
+        min(run.global_batch, run.sample_count - (step.step - 1) * run.global_batch)
+        for step in steps
+    )
+    byte_count = sum(step.batch_bytes for step in steps) * ranks
+    return samples / seconds, byte_count / seconds, sum(step.wait_s for step in steps) / seconds
+
 
 BUCKET = "demo"
 PREFIX = "text/"
@@ -200,7 +430,7 @@ class Stages:
         with self.stage("resume", "Resume, to the end of the epoch"):
             ranks = self.length.resume_ranks
             with (
-                self._launched(launching.resumed(run, "second"), ranks) as launch,
+                self._launched(resumed(run, "second"), ranks) as launch,
                 self.report.training(run, ranks, self.length.steps) as on_step,
             ):
                 launch.follow(watch, on_step)
@@ -249,7 +479,7 @@ class Stages:
 
     @contextlib.contextmanager
     def _launched(self, run: Run, ranks: int) -> Iterator[TorchrunLaunch]:
-        self.report.command(launching.command(ranks, f"{run.launch}.json"))
+        self.report.command(torchrun(ranks, f"{run.launch}.json"))
         with launched(run, ranks, self.environment) as launch:
             yield launch
 

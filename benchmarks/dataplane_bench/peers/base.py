@@ -1,6 +1,6 @@
 """The contract of an adapter: how one loader is prepared, set, opened and read.
 
-An adapter is a module of this folder with one class; `registry.py` names it. A module of your own
+An adapter is a class in a module of this folder; `SYSTEMS` names it. A module of your own
 takes part as `--peers package.module:Class`, in the interpreter that runs the benchmark; it is
 imported as from where the command is typed. A module itself imports nothing but the standard
 library, numpy, pyarrow and dataplane_bench: what the loader needs is imported where it is used,
@@ -24,10 +24,14 @@ What every loader must deliver, so that they can be compared:
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol
 
+from dataplane.model.errors import ConfigError
 from dataplane_bench.model import BatchKind, BenchCase, Settings, TrialTask, Workload
 
 SHUFFLE_BUFFER = 8192
@@ -112,3 +116,60 @@ class Built(Peer, Protocol):
         """The missing system requirement, such as "it needs a C++ compiler"; "" if nothing is
         missing.
         """
+
+
+SYSTEMS = {
+    "dataplane": "dataplane:Dataplane",
+    "torch": "torch_dataloader:TorchDataLoader",
+    "stateful": "torch_dataloader:StatefulDataLoader",
+    "webdataset": "webdataset:WebDataset",
+    "mosaic": "mosaic_streaming:MosaicStreaming",
+    "litdata": "litdata:LitData",
+    "huggingface": "huggingface_datasets:HuggingFaceDatasets",
+    "grain": "grain:Grain",
+    "spdl": "spdl:Spdl",
+    "tf.data": "tf_data:TfData",
+    "ray": "ray_data:RayData",
+    "ffcv": "ffcv:Ffcv",
+    "noop": "harness:Noop",
+    "reference": "harness:Reference",
+}
+OURS, HARNESS, REFERENCE = "dataplane", "noop", "reference"
+PEERS = tuple(name for name in SYSTEMS if name not in (OURS, HARNESS, REFERENCE))
+
+
+def adapter(name: str) -> Any:
+    """The adapter of this name, or that of a user: "package.module:Class" (see base.Peer).
+
+    Raises:  ConfigError: no adapter has this name.
+    """
+    module, _, kind = SYSTEMS.get(name, name).partition(":")
+    if name in SYSTEMS:
+        found = importlib.import_module(f"dataplane_bench.peers.{module}")
+    elif kind:
+        found = _module_of_user(module)
+    else:
+        raise ConfigError(f"there is no loader {name!r}", field="peers", found=name)
+    if not hasattr(found, kind):
+        raise ConfigError(f"{module} has no class {kind!r}", field="peers", found=name)
+    return getattr(found, kind)()
+
+
+def folder_of(name: str) -> Path | None:
+    """The folder from which a user's adapter is imported; None for ours."""
+    if name in SYSTEMS:
+        return None
+    module = _module_of_user(name.partition(":")[0])
+    file = Path(str(module.__file__))
+    depth = module.__name__.count(".") + (file.name == "__init__.py")
+    return file.absolute().parents[depth]
+
+
+def _module_of_user(name: str) -> ModuleType:
+    # As with `python -m`: also from the current directory.
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(f"{name} cannot be imported: {error}", field="peers") from error

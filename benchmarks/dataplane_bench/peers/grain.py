@@ -6,7 +6,8 @@ slower with rows of 8 KiB. Grain's own shuffle costs some microseconds of Python
 permutation of each epoch, whose batches are what Grain numbers, is tried beside it.
 
 Source: https://google-grain.readthedocs.io, "Dataset basics", "Data sources", and the docstrings
-of ReadOptions (no threads for what is in memory) and mp_prefetch.
+of ReadOptions (no threads for what is in memory), mp_prefetch, FirstFitPackIterDataset and
+BestFitPackIterDataset.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ from dataplane_bench.model import (
     BatchKind,
     BenchCase,
     ColumnType,
+    Mode,
     Settings,
     StorageKind,
     TrialTask,
     Workload,
 )
-from dataplane_bench.peers import grain_packs, memmaps, packing, rows
+from dataplane_bench.peers import memmaps, rows, samples
 from dataplane_bench.peers.base import Batch
+from dataplane_bench.peers.samples import pieces
 
 _FILES = 8
 _BUFFERED = 2
@@ -57,7 +60,7 @@ class Grain:
         if workload.of_kind(ColumnType.IMAGE):
             return "ArrayRecord files, shuffled over the whole epoch"
         if workload.delivery is BatchKind.PACKED:
-            return grain_packs.DESCRIBES
+            return _PACKS_DESCRIBED
         if workload.parts:
             return "arrays in mapped files, shuffled over the whole epoch; MapDataset.mix"
         return "arrays in mapped files, shuffled over the whole epoch"
@@ -71,7 +74,7 @@ class Grain:
                 {"workers": share, "threads": 1},
             )
         if workload.delivery is BatchKind.PACKED:
-            return grain_packs.choices(share)
+            return _pack_choices(share)
         if workload.parts:
             return tuple(
                 {"order": "grain", "workers": workers, "threads": threads}
@@ -100,9 +103,9 @@ class Grain:
                 writer.write(pack(row))
             writer.close()
 
-    def open(self, task: TrialTask) -> _Opened | grain_packs.GrainPacks:
+    def open(self, task: TrialTask) -> _Opened | _Packs:
         if task.workload.delivery is BatchKind.PACKED:
-            return grain_packs.GrainPacks(task)
+            return _Packs(task)
         return _Opened(task)
 
 
@@ -244,7 +247,7 @@ class _Records:
 
     def pack(self, row: rows.Row) -> bytes:
         """One row as a record."""
-        parts = [packing.encoded(column, row[column.name]) for column in self._listed]
+        parts = [samples.encoded(column, row[column.name]) for column in self._listed]
         values = [row[column.name] for column in self._fixed] + [len(part) for part in parts]
         return b"".join([np.array([tuple(values)], self._header).tobytes(), *parts])
 
@@ -279,3 +282,99 @@ def _arrays(batch: Batch) -> dict[str, Any]:
         name: value.numpy() if isinstance(value, torch.Tensor) else value
         for name, value in batch.items()
     }
+
+
+_PACKS_DESCRIBED = (
+    "arrays in mapped files, shuffled over the whole epoch; packs of Grain's own first fit or best"
+    " fit; packs are emitted when a document fits into none of the open ones"
+)
+_BINS = 64
+"""Packs that are open at the same time: as two batches hold."""
+
+
+def _pack_choices(workers: int) -> tuple[Settings, ...]:
+    """The settings worth trying."""
+    return (
+        {"fit": "first", "workers": workers},
+        {"fit": "best", "workers": workers},
+        {"fit": "first", "workers": 0},
+    )
+
+
+class _Packs:
+    """A new iterator for an epoch that is checked. Otherwise epochs follow each other in one, in
+    which a pack may hold documents of both: worker processes take seconds to start.
+    """
+
+    def __init__(self, task: TrialTask) -> None:
+        import torch
+
+        torch.set_num_threads(1)
+        self._task = task
+        self._iterator: Any = None
+
+    def epoch(self, number: int) -> Iterator[Batch]:
+        import torch
+
+        self.close()
+        self._iterator = iter(_pack_batches(self._task, number))
+        names = {
+            "tokens": "tokens",
+            "tokens_positions": "position_ids",
+            "tokens_segment_ids": "document_ids",
+        }
+        for batch in self._iterator:
+            yield {names[name]: torch.from_numpy(array) for name, array in batch.items()}
+
+    def close(self) -> None:
+        if self._iterator is not None:
+            self._iterator.close()
+        self._iterator = None
+
+
+def _pack_batches(task: TrialTask, number: int) -> Any:
+    import grain
+
+    workload, workers = task.workload, task.settings["workers"]
+    documents = _Pieces(task)
+    kinds = {
+        "first": grain.experimental.FirstFitPackIterDataset,
+        "best": grain.experimental.BestFitPackIterDataset,
+    }
+    source = grain.MapDataset.source(documents).seed(task.seed + number).shuffle()
+    if task.case.mode is not Mode.VERIFY:
+        source = source.repeat()
+    packs = kinds[task.settings["fit"]](
+        source.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=1)),
+        length_struct={"tokens": workload.length},
+        num_packing_bins=_BINS,
+        seed=task.seed,
+    )
+    batches = packs.batch(workload.batch_size, batch_fn=_stacked)
+    if workers:
+        buffers = grain.MultiprocessingOptions(workers, per_worker_buffer_size=_BUFFERED)
+        batches = batches.mp_prefetch(buffers)
+    return batches
+
+
+def _stacked(packs: Sequence[dict[str, NDArray[np.int32]]]) -> dict[str, NDArray[np.int32]]:
+    return {name: np.stack([pack[name] for pack in packs]) for name in packs[0]}
+
+
+class _Pieces:
+    """The pieces of documents, by number. Each process maps the files when it first needs them."""
+
+    def __init__(self, task: TrialTask) -> None:
+        self._workload, self._folder = task.workload, task.place.folder
+        offsets = np.fromfile(self._folder / "tokens.offsets", np.int64)
+        self._starts, self._ends = pieces(offsets, task.workload.length)
+        self._values: NDArray[np.int32] | None = None
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: int) -> dict[str, NDArray[np.int32]]:
+        if self._values is None:
+            rows = memmaps.mapped(self._workload, self._folder, np.random.default_rng())
+            self._values = rows.lists["tokens"][0]
+        return {"tokens": self._values[self._starts[index] : self._ends[index]]}

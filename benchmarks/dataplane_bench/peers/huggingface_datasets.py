@@ -1,29 +1,157 @@
 """Hugging Face datasets: Arrow files that are mapped, or streamed from S3, behind a DataLoader.
 
 Sources: https://huggingface.co/docs/datasets/use_with_pytorch (batches by a sampler, format
-"arrow"), https://huggingface.co/docs/datasets/about_mapstyle_vs_iterable (an iterable dataset is
-read in order and is faster), https://huggingface.co/docs/datasets/stream (shuffling, checkpoints
-with StatefulDataLoader).
+"arrow", with_transform), .../about_mapstyle_vs_iterable (an iterable dataset is read in order and
+is faster), .../stream (shuffling, map, checkpoints with StatefulDataLoader), .../process
+(interleave); https://huggingface.co/docs/trl/reducing_memory_usage ("Packing"): TRL packs a dataset
+once, before training, or a stream as it comes; its collator makes position ids of the lengths of
+each pack's documents.
 """
 
 from __future__ import annotations
 
+import functools
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from dataplane_bench.model import (
     BatchKind,
     BenchCase,
+    ColumnType,
     Settings,
     StorageKind,
     TrialTask,
     Workload,
 )
-from dataplane_bench.peers import huggingface_made
 from dataplane_bench.peers.base import SHUFFLE_BUFFER, Batch
-from dataplane_bench.peers.tokenising import set_threads
+from dataplane_bench.peers.rows import TableBatches, lists
+from dataplane_bench.peers.samples import pack_batch
+from dataplane_bench.peers.tokenising import Tokenising, set_threads, tokenising
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+_PACKS = "packs"
+"""The folder of what TRL packed beforehand."""
+
+
+def _prepare(workload: Workload, rows: Any, folder: Path, file_count: int) -> None:
+    """Write what is made before a training."""
+    if workload.delivery is BatchKind.PACKED:
+        _packed(workload, rows).save_to_disk(str(folder / _PACKS), num_shards=file_count)
+
+
+def _stored(task: TrialTask, folder: str) -> Any:
+    """A map-style dataset of a task's samples."""
+    import datasets
+
+    workload = task.workload
+    if workload.parts:
+        return datasets.interleave_datasets(
+            [datasets.load_from_disk(f"{folder}/{part.name}") for part in workload.parts],
+            probabilities=[part.weight for part in workload.parts],
+            seed=task.seed,
+        ).with_format("arrow")
+    match workload.delivery:
+        case BatchKind.PACKED:
+            return datasets.load_from_disk(f"{folder}/{_PACKS}").with_format("arrow")
+        case BatchKind.TOKENISED:
+            rows = datasets.load_from_disk(folder)
+            return rows.with_transform(functools.partial(_transformed, tokenising(workload)))
+        case _:
+            return datasets.load_from_disk(folder).with_format("arrow")
+
+
+def _collate(task: TrialTask) -> Any:
+    """What makes a batch of rows of `stored`; with its method `nested`, of `streamed`."""
+    workload = task.workload
+    match workload.delivery:
+        case BatchKind.PACKED:
+            return PackBatches(workload.length)
+        case BatchKind.TOKENISED:
+            return TokenisedBatches(workload, task.seed)
+        case _:
+            return TableBatches(workload.columns, task.seed)
+
+
+def _streamed(workload: Workload, rows: Any) -> Any:
+    """An iterable dataset in Arrow's format, with what is made of its samples."""
+    match workload.delivery:
+        case BatchKind.PACKED:
+            return _packed(workload, rows)
+        case BatchKind.TOKENISED:
+            make = functools.partial(_tokenised_table, tokenising(workload))
+            return rows.map(make, batched=True, batch_size=workload.batch_size)
+        case _:
+            return rows
+
+
+def _packed(workload: Workload, rows: Any) -> Any:
+    from trl import pack_dataset
+
+    # "bfd" would cut off what does not fit into one pack.
+    return pack_dataset(rows.select_columns("tokens"), workload.length, "bfd_split")
+
+
+class PackBatches:
+    """Batches of packs, as TRL's collator makes them, with the number of each document."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __call__(self, table: pa.Table) -> Batch:
+        packs, sizes = (table[name].combine_chunks() for name in ("tokens", "seq_lengths"))
+        return pack_batch(_values(packs, "int32"), _values(sizes, "int64"), self._length)
+
+    def nested(self, table: pa.Table) -> Batch:
+        """The same for a table of one row that holds each column of the batch as a list."""
+        import pyarrow as pa
+
+        names = ["tokens", "seq_lengths"]
+        return self(pa.table([table[name].combine_chunks().flatten() for name in names], names))
+
+
+class TokenisedBatches:
+    """Batches of what the transform, or the stream's map, has already made."""
+
+    def __init__(self, workload: Workload, seed: int) -> None:
+        self._tables = TableBatches(workload.batch_columns, seed)
+
+    def __call__(self, made: Batch) -> Batch:
+        return made
+
+    def nested(self, table: pa.Table) -> Batch:
+        """See TableBatches."""
+        return self._tables.nested(table)
+
+
+def _values(values: pa.Array, dtype: str) -> list[Any]:
+    from dataplane_bench.model import WorkloadColumn
+
+    return lists(WorkloadColumn("", ColumnType.RAGGED, dtype), values)
+
+
+def _transformed(tokenise: Tokenising, rows: dict[str, list[Any]]) -> Batch:
+    import torch
+
+    made = {name: torch.from_numpy(array) for name, array in tokenise(rows["text"]).items()}
+    return {"id": torch.tensor(rows["id"]), **made}
+
+
+def _tokenised_table(tokenise: Tokenising, table: pa.Table) -> pa.Table:
+    import pyarrow as pa
+
+    made = tokenise(table["text"].to_pylist())
+    flat = pa.array(np.ravel(made["tokens"]))
+    tokens = pa.FixedSizeListArray.from_arrays(flat, made["tokens"].shape[1])
+    count = pa.array(made["token_count"])
+    return pa.table({"id": table["id"], "tokens": tokens, "token_count": count})
+
 
 FILE_COUNT, SHARD_COUNT = 32, 64
 """A shard, or a file in S3, is read by one worker of one rank."""
@@ -91,7 +219,7 @@ class HuggingFaceDatasets:
         rows = datasets.Dataset.from_parquet(shards, columns=names, cache_dir=str(cache))
         files = min(FILE_COUNT, workload.sample_count)
         rows.save_to_disk(str(folder), num_shards=files)
-        huggingface_made.prepare(workload, rows, folder, files)
+        _prepare(workload, rows, folder, files)
         shutil.rmtree(cache)
 
     def open(self, task: TrialTask) -> _Opened:
@@ -109,11 +237,11 @@ class _Opened:
         if self._workers:
             choice |= {"persistent_workers": True, "prefetch_factor": 4}
         set_threads(self._workers)
-        batches = huggingface_made.collate(task)
+        batches = _collate(task)
         if task.settings["dataset"] == "map":
             from dataplane_bench.peers.torch_datasets import BatchSampler
 
-            rows = huggingface_made.stored(task, str(task.place.folder))
+            rows = _stored(task, str(task.place.folder))
             self._order: Any = BatchSampler(task, len(rows))
             choice |= {"dataset": rows, "sampler": self._order, "collate_fn": batches}
         else:
@@ -163,7 +291,7 @@ def _iterable(task: TrialTask, workers: int) -> Any:
     else:
         rows = _shuffled(_stream(task, folder, workers), task)
     rows = split_dataset_by_node(rows, rank=task.rank, world_size=task.size)
-    made = huggingface_made.streamed(workload, rows.with_format("arrow"))
+    made = _streamed(workload, rows.with_format("arrow"))
     return made.with_format("arrow").batch(workload.batch_size)
 
 

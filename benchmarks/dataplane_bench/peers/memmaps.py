@@ -18,8 +18,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from dataplane_bench.model import ColumnType, Workload, WorkloadColumn
-from dataplane_bench.peers.images import random_resized_crop_flip
-from dataplane_bench.peers.padding import padded
+from dataplane_bench.peers.samples import padded, random_resized_crop_flip
 
 LAYOUT = "memmap"
 DESCRIBES = (

@@ -28,8 +28,7 @@ from dataplane_bench.model import (
     WorkloadColumn,
 )
 from dataplane_bench.peers.base import SHUFFLE_BUFFER, Batch
-from dataplane_bench.peers.images import random_resized_crop_flip
-from dataplane_bench.peers.padding import padded
+from dataplane_bench.peers.samples import padded, random_resized_crop_flip
 
 FILE_COUNT = 32
 """Or more: a file is what a task reads, and what is shuffled first."""

@@ -1,9 +1,11 @@
-"""Sample by sample: rows of the source for formats that store them so, and rows to batches."""
+"""Rows of the source, one by one or in Arrow tables, and batches of them."""
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,7 @@ from numpy.typing import NDArray
 
 from dataplane_bench.model import BenchCase, ColumnType, TrialTask, Workload, WorkloadColumn
 from dataplane_bench.peers.base import Batch
-from dataplane_bench.peers.images import random_resized_crop_flip
-from dataplane_bench.peers.padding import padded
+from dataplane_bench.peers.samples import padded, random_resized_crop_flip
 
 _ROWS_AT_ONCE = 1024
 
@@ -100,9 +101,9 @@ class RowCollate:
                 case ColumnType.FIXED if not column.shape:
                     batch[name] = torch.from_numpy(np.array(values, column.dtype))
                 case ColumnType.FIXED:
-                    batch[name] = _stacked(_arrays(column, values))
+                    batch[name] = _stacked(_row_arrays(column, values))
                 case ColumnType.RAGGED:
-                    batch[name], batch[f"{name}.length"] = padded(_arrays(column, values))
+                    batch[name], batch[f"{name}.length"] = padded(_row_arrays(column, values))
                 case ColumnType.STRING:
                     batch[name] = [_text(one) for one in values]
                 case ColumnType.IMAGE:
@@ -122,7 +123,7 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else bytes(value).decode()
 
 
-def _arrays(column: WorkloadColumn, values: Sequence[Any]) -> Sequence[NDArray[Any]]:
+def _row_arrays(column: WorkloadColumn, values: Sequence[Any]) -> Sequence[NDArray[Any]]:
     if isinstance(values[0], np.ndarray):
         return values
     arrays = [np.frombuffer(one, column.dtype) for one in values]
@@ -156,3 +157,74 @@ def announce(task: TrialTask) -> None:
     os.environ.update(
         RANK=rank, LOCAL_RANK=rank, GLOBAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size
     )
+
+
+class TableBatches:
+    """Makes a batch of a table. Numbers that are already contiguous are not copied.
+
+    Each process draws crops from a generator of its own.
+    """
+
+    def __init__(self, columns: Sequence[WorkloadColumn], seed: int) -> None:
+        self._columns, self._seed = columns, seed
+        self._random: np.random.Generator | None = None
+        # Arrow's memory is read-only, and nobody here writes into a batch.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+
+    def __call__(self, table: pa.Table) -> Batch:
+        batch: dict[str, Any] = {}
+        for column in self._columns:
+            values = table[column.name].combine_chunks()
+            self._put(batch, column, values)
+        return batch
+
+    def nested(self, table: pa.Table) -> Batch:
+        """The same for a table of one row that holds each column of the batch as a list."""
+        columns = [table[column.name].combine_chunks().flatten() for column in self._columns]
+        return self(pa.table(columns, names=[column.name for column in self._columns]))
+
+    def _put(self, batch: dict[str, Any], column: WorkloadColumn, values: pa.Array) -> None:
+        import torch
+
+        name = column.name
+        match column.kind:
+            case ColumnType.FIXED:
+                batch[name] = torch.from_numpy(numbers(column, values))
+            case ColumnType.RAGGED:
+                batch[name], batch[f"{name}.length"] = padded(lists(column, values))
+            case ColumnType.STRING:
+                batch[name] = values.to_pylist()
+            case ColumnType.IMAGE:
+                if self._random is None:
+                    self._random = np.random.default_rng((self._seed, _worker_index()))
+                crops = [random_resized_crop_flip(one, self._random) for one in encoded(values)]
+                batch[name] = torch.from_numpy(np.stack(crops))
+
+
+def _worker_index() -> int:
+    from torch.utils.data import get_worker_info
+
+    worker = get_worker_info()
+    return 0 if worker is None else worker.id + 1
+
+
+def numbers(column: WorkloadColumn, values: pa.Array) -> NDArray[Any]:
+    """Shapes:  result: dtype[n, *shape], a view where Arrow has the dtype."""
+    count = len(values)
+    while pa.types.is_fixed_size_list(values.type):
+        values = values.flatten()
+    array: NDArray[Any] = values.to_numpy(zero_copy_only=False).astype(column.dtype, copy=False)
+    return array.reshape(count, *column.shape)
+
+
+def lists(column: WorkloadColumn, values: pa.Array) -> list[NDArray[Any]]:
+    """Shapes:  result: [T_i] of the column's dtype, views."""
+    flat = values.flatten().to_numpy(zero_copy_only=False).astype(column.dtype, copy=False)
+    offsets = values.offsets.to_numpy()
+    bounds = (offsets - offsets[0]).tolist()
+    return [flat[start:end] for start, end in pairwise(bounds)]
+
+
+def encoded(values: pa.Array) -> list[NDArray[np.uint8]]:
+    """The byte strings of an array, views."""
+    return [np.frombuffer(one.as_buffer(), np.uint8) for one in values]

@@ -30,7 +30,7 @@ from dataplane_bench.model import (
 )
 from dataplane_bench.peers import memmaps
 from dataplane_bench.peers.base import SHUFFLE_BUFFER, Batch
-from dataplane_bench.peers.images import crop_box
+from dataplane_bench.peers.samples import crop_box
 
 _BUFFERED = 4
 _Asked = tuple[memmaps.MappedRows, NDArray[np.int64]]

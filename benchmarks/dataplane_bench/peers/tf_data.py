@@ -23,7 +23,7 @@ from dataplane_bench.model import (
     TrialTask,
     Workload,
 )
-from dataplane_bench.peers import memmaps, packing, rows
+from dataplane_bench.peers import memmaps, rows, samples
 
 if TYPE_CHECKING:
     from dataplane_bench.peers.tf_pipelines import TfPipeline
@@ -80,7 +80,7 @@ class TfData:
         counts = [0] * _FILES
         for number, row in enumerate(rows.rows(workload, workload.shards)):
             example = {
-                column.name: feature(packing.encoded(column, row[column.name]))
+                column.name: feature(samples.encoded(column, row[column.name]))
                 for column in workload.columns
             }
             message = tf.train.Example(features=tf.train.Features(feature=example))

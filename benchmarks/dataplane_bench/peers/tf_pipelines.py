@@ -18,7 +18,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 from dataplane_bench.model import CROP, ColumnType, TrialTask, Workload, WorkloadColumn
 from dataplane_bench.peers import memmaps
 from dataplane_bench.peers.base import SHUFFLE_BUFFER, Batch
-from dataplane_bench.peers.images import RATIO, SCALE
+from dataplane_bench.peers.samples import RATIO, SCALE
 
 _ENDLESS = 1 << 40
 _CYCLE = 8

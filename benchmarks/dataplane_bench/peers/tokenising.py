@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataplane_bench.model import Workload
-from dataplane_bench.workloads.tokenise import tokenizer_path
 
 THREADS = "TOKENIZERS_PARALLELISM"
 """The library's variable: "false" means one thread a process."""
@@ -65,13 +64,13 @@ class BlockTokenising:
 
 def variables(workload: Workload) -> dict[str, str]:
     """What BlockTokenising needs to find in its environment."""
-    path = str(tokenizer_path(workload))
+    path = str(workload.tokenizer)
     return {_PATH: path, _LENGTH: str(workload.length), THREADS: "false"}
 
 
 def tokenising(workload: Workload) -> Tokenising:
     """The tokenizer of these texts."""
-    return Tokenising(tokenizer_path(workload), workload.length)
+    return Tokenising(workload.tokenizer, workload.length)
 
 
 def tokenised(tokenise: Tokenising, batch: dict[str, Any]) -> dict[str, Any]:

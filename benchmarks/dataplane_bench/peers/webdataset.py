@@ -20,14 +20,7 @@ from dataplane_bench.model import (
     WorkloadColumn,
 )
 from dataplane_bench.peers.base import SHUFFLE_BUFFER, Batch
-from dataplane_bench.peers.rows import (
-    Row,
-    RowCollate,
-    announce,
-    record_type,
-    refuses_tables,
-    rows,
-)
+from dataplane_bench.peers.rows import Row, RowCollate, announce, record_type, refuses_tables, rows
 
 SHARD_COUNT = 32
 """Or more: each is read by one worker of one rank, so there must be enough for all."""

@@ -1,7 +1,13 @@
-"""The parts of plots: axes, lines, notes, in Plotly's format.
+"""The parts of plots, in Plotly's format: axes, lines, notes, and the marks of systems.
 
-All text is escaped, since Plotly interprets some HTML in labels. Colours are names of CSS
-variables, which page.js looks up.
+All text is escaped, since Plotly interprets some HTML in labels. Colours are names of variables of
+page.css, which page.js looks up: each is there for a light page and for a dark one.
+
+Hues are from the palette of Okabe and Ito, made darker or lighter for bars if needed; people with
+any colour vision can distinguish them, and a test checks this. Dataplane has a hue of its own.
+There are more peers than hues, so two peers share one, and the second is dashed and hatched.
+
+Source: M. Okabe, K. Ito, Color Universal Design, 2008.
 """
 
 from __future__ import annotations
@@ -9,9 +15,11 @@ from __future__ import annotations
 import html
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from dataplane_bench.peers.base import HARNESS, OURS, PEERS
 
 _ROW, _FRAME = 27, 66
 _TICK = 4
@@ -176,3 +184,35 @@ def escaped(text: str) -> str:
 def shortened(value: float) -> float:
     """Five digits are more than a picture shows."""
     return float(f"{value:.5g}")
+
+
+HUES = ("--blue", "--green", "--pink", "--olive", "--sky", "--slate")
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """`dash` is of lines, `pattern` of bars, `symbol` of dots, in Plotly's words."""
+
+    colour: str
+    dash: str = "solid"
+    pattern: str = ""
+    symbol: str = "circle"
+    width: float = 1.8
+
+
+Marks = Mapping[str, Mark]
+
+
+def marks(names: Iterable[str]) -> Marks:
+    """A mark for each system. A known system has the same mark in every report; unknown ones come
+    after."""
+    strangers = sorted(set(names) - {OURS, HARNESS, *PEERS})
+    found = {name: _mark(place) for place, name in enumerate((*PEERS, *strangers))}
+    found[OURS] = Mark("--ours", width=3.2)
+    found[HARNESS] = Mark("--muted", "dot", ".", "x")
+    return found
+
+
+def _mark(place: int) -> Mark:
+    hue = HUES[place // 2 % len(HUES)]
+    return Mark(hue, "dash", "/", "diamond") if place % 2 else Mark(hue)

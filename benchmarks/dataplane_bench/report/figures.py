@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dataplane_bench.model import BenchCase, Mode, Workload
-from dataplane_bench.peers.registry import HARNESS, OURS
+from dataplane_bench.peers.base import HARNESS, OURS
 from dataplane_bench.report.results import (
     BenchReport,
     CaseResult,

@@ -1,5 +1,6 @@
 """The sentences of a report: what a case is, which systems were not measured, notes, and the
-summary."""
+summary.
+"""
 
 from __future__ import annotations
 

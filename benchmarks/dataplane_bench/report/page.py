@@ -17,9 +17,8 @@ from typing import Any
 
 from dataplane.model.errors import ConfigError
 from dataplane_bench.report import cells, notes, plots
-from dataplane_bench.report.axes import Plot
+from dataplane_bench.report.axes import Marks, Plot, marks
 from dataplane_bench.report.figures import CaseFigures, SystemFigures, case_figures
-from dataplane_bench.report.marks import Marks, marks
 from dataplane_bench.report.results import BenchReport, ScenarioResult
 
 _DASHES = {"solid": "", "dash": "7 4", "dot": "2 4"}

@@ -7,6 +7,7 @@ an image came with the label that it belongs to.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,6 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from dataplane_bench.model import ColumnType, WorkloadColumn
-from dataplane_bench.workloads.recipe import Recipe, shards
 
 LEVELS = (64, 96, 128, 160, 192)
 """Of each of red, green and blue: 125 colours."""
@@ -24,6 +24,11 @@ QUALITY = 95
 """With which the mean file has 97 KB."""
 SIZES = ((375, 500), (375, 500), (375, 500), (333, 500), (500, 375), (400, 500), (360, 480))
 """Height and width, pixels: frequent ones of ImageNet."""
+COLUMNS = (
+    WorkloadColumn("id", ColumnType.FIXED, "int64"),
+    WorkloadColumn("label", ColumnType.FIXED, "int32"),
+    WorkloadColumn("image", ColumnType.IMAGE),
+)
 _STEP = LEVELS[1] - LEVELS[0]
 _TEXTURE_SIDE = 512
 _TEXTURE_COUNT = 36
@@ -55,10 +60,11 @@ def label_of_colour(mean_rgb: NDArray[np.floating]) -> NDArray[np.int32]:
     return np.where(is_one, labels, -1).astype(np.int32)
 
 
-def _write(folder: Path, count: int) -> None:
+def write(files: Iterable[tuple[Path, NDArray[np.int64]]]) -> None:
+    """Write photographs, for these ids, to each of these files."""
     random = np.random.default_rng(0)
     lumas, chromas = _textures(random, _LUMA), _textures(random, _CHROMA)
-    for path, ids in shards(folder, count):
+    for path, ids in files:
         labels = random.integers(0, LABEL_COUNT, len(ids), dtype=np.int32)
         colours = colour_of_label(labels).astype(np.int16)
         encoded = [_jpeg(random, lumas, chromas, colour) for colour in colours]
@@ -136,19 +142,3 @@ def _textures(random: np.random.Generator, deviation: float) -> NDArray[np.int16
         # Bent, not cut: the larger, the more, and alike on both sides, so that the mean stays 0.
         found[index] = np.rint(peak * np.tanh(texture / peak))
     return found
-
-
-RECIPE = Recipe(
-    name="images",
-    version=1,
-    columns=(
-        WorkloadColumn("id", ColumnType.FIXED, "int64"),
-        WorkloadColumn("label", ColumnType.FIXED, "int32"),
-        WorkloadColumn("image", ColumnType.IMAGE),
-    ),
-    sample_count=1_024,
-    batch_size=64,
-    step_ms=100.0,
-    write=_write,
-    s3_scale=12,
-)

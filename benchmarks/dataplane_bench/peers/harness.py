@@ -1,10 +1,13 @@
-"""The source shards as pyarrow reads them, one after the other: what every system must deliver.
+"""Two systems that load nothing: the harness's own limit, and the source that all must deliver.
 
-It takes part in no case; the harness compares every system's checksum with its checksum.
+`noop` shows the highest rate that the harness can measure. `reference` reads the source shards with
+pyarrow, one after the other; it takes part in no case, and every system's checksum is compared with
+its checksum.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,17 +17,86 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dataplane_bench.model import (
+    CROP,
     BatchKind,
     BenchCase,
     ColumnType,
+    Mode,
     Settings,
     TrialTask,
     Workload,
     WorkloadColumn,
 )
-from dataplane_bench.peers import documents
+from dataplane_bench.peers import samples
 from dataplane_bench.peers.base import Batch
 from dataplane_bench.peers.tokenising import tokenised, tokenising
+
+
+class Noop:
+    """One made-up batch; nothing is read."""
+
+    name = "noop"
+    title = "noop (harness)"
+    requirements: tuple[str, ...] = ()
+    distribution = "torch"
+    delivers = frozenset(BatchKind)
+
+    def refuses(self, workload: Workload, case: BenchCase) -> str:
+        del workload
+        return "" if case.mode is Mode.STEADY else "it reads nothing"
+
+    def layout(self, workload: Workload) -> str:
+        del workload
+        return "noop"
+
+    def describe(self, workload: Workload) -> str:
+        del workload
+        return "one batch over and over"
+
+    def settings(self, workload: Workload, case: BenchCase, cores: int) -> tuple[Settings, ...]:
+        del workload, case, cores
+        return ({},)
+
+    def prepare(self, workload: Workload, folder: Path) -> None:
+        """Nothing to convert."""
+
+    def open(self, task: TrialTask) -> _Repeated:
+        return _Repeated(_made_up(task.workload), task.workload.sample_count // task.size)
+
+
+class _Repeated:
+    def __init__(self, batch: Batch, sample_count: int) -> None:
+        self._batch = batch
+        size = len(next(iter(batch.values())))
+        self._times = max(sample_count // size, 1)
+
+    def epoch(self, number: int) -> Iterator[Batch]:
+        del number
+        return itertools.repeat(self._batch, self._times)
+
+    def close(self) -> None:
+        """Nothing was opened."""
+
+
+def _made_up(workload: Workload) -> Batch:
+    import torch
+
+    size = workload.batch_size
+    batch: dict[str, object] = {}
+    for column in workload.batch_columns:
+        match column.kind:
+            case ColumnType.FIXED:
+                dtype = getattr(torch, column.dtype)
+                batch[column.name] = torch.zeros((size, *column.shape), dtype=dtype)
+            case ColumnType.RAGGED:
+                dtype = getattr(torch, column.dtype)
+                batch[column.name] = torch.zeros((size, 1), dtype=dtype)
+                batch[f"{column.name}.length"] = torch.ones(size, dtype=torch.int64)
+            case ColumnType.STRING:
+                batch[column.name] = [""] * size
+            case ColumnType.IMAGE:
+                batch[column.name] = torch.zeros((size, CROP, CROP, 3), dtype=torch.uint8)
+    return batch
 
 
 class Reference:
@@ -84,7 +156,7 @@ def batches(workload: Workload) -> Iterator[Batch]:
             if tokenise is not None:
                 yield tokenised(tokenise, batch)
             elif workload.delivery is BatchKind.PACKED:
-                yield from documents.unpacked(batch, workload.length, workload.batch_size)
+                yield from samples.unpacked(batch, workload.length, workload.batch_size)
             else:
                 yield batch
 
@@ -109,7 +181,7 @@ def _put(batch: dict[str, Any], column: WorkloadColumn, values: pa.Array) -> Non
         case ColumnType.STRING:
             batch[column.name] = values.to_pylist()
         case ColumnType.IMAGE:
-            from dataplane_bench.peers.images import random_resized_crop_flip
+            from dataplane_bench.peers.samples import random_resized_crop_flip
 
             random = np.random.default_rng(0)
             crops = [random_resized_crop_flip(one.as_py(), random) for one in values]
