@@ -38,6 +38,7 @@ from dataplane.client.statistics import (
 from dataplane.client.waiting import Notice, Patience
 from dataplane.client.wire import NoAnswer, Wire
 from dataplane.model.changes import MIX, Changes, MixAt, changes_of, check_unchanged, mix_of_entry
+from dataplane.model.config import Stage
 from dataplane.model.errors import (
     ClosedError,
     DataplaneError,
@@ -289,6 +290,27 @@ class Session:
                 warnings.warn(sentence, stacklevel=2)
         return mount
 
+    def change(self, stages: tuple[Stage, ...]) -> bool:
+        """Make this the job of a run with these former stages. If another one was opened, leave it.
+        Return whether it was another one.
+        """
+        request = self.request
+        if request.spec.stages == stages:
+            return False
+        with self._making:
+            mount, self._mount, self._job = self._mount, None, None
+            self.request = structs.replace(
+                request, spec=structs.replace(request.spec, stages=stages)
+            )
+            self._member_id = _member_id(request)
+            self._mix = None
+        self._mix_entries.clear()
+        self.epoch_samples.clear()
+        self.mixes_asked = ()
+        if mount is not None:
+            mount.retire()
+        return True
+
     def lost(self, mount: Mount) -> None:
         """Stop sending requests to this mount: `mount()` makes another."""
         with self._making:
@@ -361,6 +383,9 @@ class Session:
         if self._job is None:
             self._opening = Opening.of(began, reached, time.monotonic(), mount.job)
         self._job = mount.job
+        # The node may have left out the last stage, if nothing has changed since.
+        spec = structs.replace(self.request.spec, stages=mount.job.spec.stages)
+        self.request = structs.replace(self.request, spec=spec)
         self._is_first_reported = False  # a new node knows nothing
         self.learn(mount.job.entries)
         return mount

@@ -12,14 +12,16 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import msgspec
 from msgspec import Struct, field, structs
 
 from dataplane.base.units import whole
 from dataplane.model.changes import NO_GAPS, EpochSteps, Gaps
-from dataplane.model.config import ORDER_VERSION, Fact, JobSpec, text_of
+from dataplane.model.config import ORDER_VERSION, Fact, JobSpec, Stage, sparse, text_of
 from dataplane.model.errors import ConfigError, SpecMismatch, VersionMismatch
 from dataplane.model.ledger import PLACE_MAX, LedgerMark
 from dataplane.model.records import DatasetIdentity, MixHistory, ShareChange
+from dataplane.model.typed import complete
 from dataplane.rpc.messages import JobOpened
 
 # -- digest ------------------------------------------------------------------------------------
@@ -152,7 +154,11 @@ _SHOWN_LENGTH_MAX = 400
 _ENTRIES_SHOWN = 20
 _OLD_SHARDS = (
     "give the loader the shards that the dataset had when the state was saved, such as a list of "
-    "their urls; with other shards, begin a run without this state"
+    "their urls"
+)
+_CHANGE = (
+    'to go on from here with another recipe or other shards, load it with change="restart" '
+    "(docs/training.md)"
 )
 
 
@@ -165,7 +171,7 @@ class RunState(Struct, frozen=True):
     state is the start of an epoch, but was taken in the last step of the epoch before. `digest`
     covers the rows of all steps so far, if they are known. `mix` are the weights of a mixture, and
     `asked_weights` identifies those that its loader was given. `mark` identifies the last entry of
-    the job's ledger on which the run depends.
+    the job's ledger on which the run depends. `stages` are the former stages of the run.
     """
 
     spec_digest: str
@@ -181,6 +187,7 @@ class RunState(Struct, frozen=True):
     asked_weights: str = ""
     mark: LedgerMark | None = None
     values: Mapping[str, str] = field(default_factory=dict)
+    stages: tuple[Stage, ...] = ()
 
     @classmethod
     def of(cls, job: JobOpened, epoch: int, cursor: int) -> RunState:
@@ -189,6 +196,7 @@ class RunState(Struct, frozen=True):
         return cls(
             job.digest, epoch, cursor, job.sample_count, spec.facts(), job.dataset, job.pixels,
             asked_weights=spec.asked_weights, mark=job.mark, values=spec.values(),
+            stages=spec.stages,
         )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
@@ -217,6 +225,8 @@ class RunState(Struct, frozen=True):
             saved["mixture"] = mix_to_dict(self.mix, self.asked_weights)
         if self.mark is not None:
             saved["ledger"] = {"entry": self.mark.seq, "head": self.mark.hash}
+        if self.stages:
+            saved["stages"] = [sparse(stage) for stage in self.stages]
         return saved
 
     @property
@@ -279,7 +289,7 @@ class RunState(Struct, frozen=True):
         return cls(
             digest, epoch, cursor, count, _options(saved), _dataset(saved), pixels, in_last_step,
             None if rows is None else RowsDigest.from_dict(rows, epoch, cursor), mix, asked,
-            _mark(saved), _values(saved),
+            _mark(saved), _values(saved), _stages(saved),
         )  # fmt: skip
 
     def check(self, job: JobOpened, *, dataset_moved: bool = False) -> bool:
@@ -291,6 +301,20 @@ class RunState(Struct, frozen=True):
         """
         if self.spec_digest == job.digest and self._has_as_many(job):
             return False
+        problems = self.problems(job, dataset_moved=dataset_moved)
+        if problems:
+            sentences = "; ".join(problem.sentence for problem in problems)
+            advice = ", and ".join(dict.fromkeys(problem.advice for problem in problems))
+            raise SpecMismatch(
+                f"this state does not fit this loader: {sentences}. To resume, {advice}; {_CHANGE}",
+                field=problems[0].field,
+                expected=problems[0].expected,
+                found=problems[0].found,
+            )
+        return self.dataset != job.dataset
+
+    def problems(self, job: JobOpened, *, dataset_moved: bool) -> list[_Problem]:
+        """Return why this job would read other samples, or in another order or form."""
         problems = [*self._dataset_problems(job, dataset_moved), *self._option_problems(job.spec)]
         if any(problem.field in _ROWS for problem in problems):
             # A problem of the rows changes the number of samples: it is not the dataset's.
@@ -298,20 +322,13 @@ class RunState(Struct, frozen=True):
         if any(problem.field in _ABOUT_ROWS for problem in problems):
             # The defaults of these options depend on the dataset.
             problems = [problem for problem in problems if problem.field not in _FROM_THE_DATASET]
-        if problems:
-            sentences = "; ".join(problem.sentence for problem in problems)
-            advice = ", and ".join(dict.fromkeys(problem.advice for problem in problems))
-            raise SpecMismatch(
-                f"this state does not fit this loader: {sentences}. To resume, {advice}",
-                field=problems[0].field,
-                expected=problems[0].expected,
-                found=problems[0].found,
-            )
-        return self.dataset != job.dataset
+        return problems
 
     def _has_as_many(self, job: JobOpened) -> bool:
-        # A mixture's number of samples depends on the weights, so it is not compared.
-        return self.mix is not None or self.sample_count == job.sample_count
+        # The number of samples depends on the weights of a mixture, and on the epoch after a change
+        # that leaves delivered samples out, so it is not compared then.
+        is_reduced = any(stage.unread for stage in job.spec.stages[-1:])
+        return is_reduced or self.mix is not None or self.sample_count == job.sample_count
 
     def _dataset_problems(self, job: JobOpened, dataset_moved: bool) -> Iterator[_Problem]:
         if not self._has_as_many(job):
@@ -482,6 +499,17 @@ def _mark(saved: Mapping[object, object]) -> LedgerMark | None:
         if seq is not None and 0 <= seq < PLACE_MAX and isinstance(head, str):
             return LedgerMark(seq, head)
     raise ConfigError(f"this state is damaged: its ledger is {stored!r:.80}", key="ledger")
+
+
+def _stages(saved: Mapping[object, object]) -> tuple[Stage, ...]:
+    try:
+        stages = msgspec.convert(saved.get("stages", []), complete(tuple[Stage, ...]))
+        places = [(stage.epoch, stage.cursor) for stage in stages]
+        if places == sorted(places):
+            return stages
+        raise ValueError("they are not in order")
+    except ValueError as error:
+        raise ConfigError(f"this state is damaged: its stages: {error}", key="stages") from error
 
 
 def _number(saved: Mapping[object, object], key: str) -> int:

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from dataplane.model.errors import ConfigError
 from dataplane.model.records import (
     ColumnOptions,
+    DatasetIdentity,
     End,
     Exhausted,
     ImageSpec,
@@ -120,7 +121,7 @@ class JobSpec(Struct, frozen=True):
     window. `view` decides which rows the job reads, and which functions change them. With a
     `mixture`, the job reads several datasets, each with its own window, ramp and view, and
     `fingerprint` covers all of them. A loader sends its spec unchanged to the node, which fills in
-    the defaults.
+    the defaults. `stages` are the former stages of a run whose recipe has changed.
     """
 
     fingerprint: str
@@ -135,6 +136,12 @@ class JobSpec(Struct, frozen=True):
     ramp: Unsigned = 0
     view: View = field(default_factory=View)
     mixture: MixtureSpec | None = None
+    stages: tuple[Stage, ...] = ()
+
+    @property
+    def first_epoch(self) -> int:
+        """The first epoch of the present stage."""
+        return self.stages[-1].next_epoch if self.stages else 0
 
     def digest(self) -> str:
         """Return 32 hex digits over everything but `global_batch` and the weights of a mixture; if
@@ -250,6 +257,7 @@ class JobSpec(Struct, frozen=True):
         # A state stores the weights in its history instead.
         del found["weights"], found["schedule"]
         del found["bad_images"]  # it may change from one part of a run to the next
+        del found["stages"]  # a state has them beside its options
         return found
 
     def differences(self, other: JobSpec) -> tuple[tuple[str, str, str], ...]:
@@ -267,6 +275,31 @@ class JobSpec(Struct, frozen=True):
             # The length of an epoch in samples is no difference if both gave the same in tokens.
             if name in others and mine != others[name] and _told(mine) != _told(others[name])
         )
+
+
+class Stage(Struct, frozen=True):
+    """A former stage of a run, which has ended since its recipe was changed.
+
+    All ranks together had consumed `cursor` samples of `epoch`, which had `sample_count`. `digest`
+    is that of its spec, `dataset` the identity of what it read, and `rows` the digest of the rows
+    of all steps up to its end. `unread` says whether the next stage began with what the interrupted
+    epoch had not delivered. `spec` is what is known of its spec without its dataset: fingerprints
+    are "", and the windows of a mixture's sources unknown. It is None if the state did not have it.
+    """
+
+    digest: str
+    epoch: Unsigned
+    cursor: Unsigned
+    sample_count: Unsigned
+    dataset: DatasetIdentity
+    rows: str = ""
+    unread: bool = False
+    spec: JobSpec | None = None
+
+    @property
+    def next_epoch(self) -> int:
+        """The first epoch of the stage that follows."""
+        return self.epoch + (self.cursor > 0)
 
 
 def _first_fields(cls: type[Struct], count: int) -> frozenset[str]:
@@ -322,6 +355,19 @@ def _digested(value: Any) -> Any:
         name: _digested(part)
         for name, default in _defaults_of(value).items()
         if name not in changing and ((part := getattr(value, name)) != default or name in first)
+    }
+
+
+def sparse(value: Any) -> Any:
+    """Return a Struct as plain values, without the fields that have their default."""
+    if isinstance(value, tuple):
+        return [sparse(part) for part in value]
+    if not isinstance(value, Struct):
+        return value
+    return {
+        name: sparse(part)
+        for name, default in _defaults_of(value).items()
+        if (part := getattr(value, name)) != default
     }
 
 

@@ -222,7 +222,7 @@ class DatasetOpener:
         if request.mixture is not None:
             return await self._mixture(request, digest)
         opened = await self.manifest(request)
-        spec = spec_of(opened, request)
+        spec = _settled(spec_of(opened, request), opened.identity)
         self._check_digest(request, spec, digest)
         manifest, dp_size = opened.manifest, request.topology.dp_size
         mapped = await self._mapped_reader.of_job(manifest, spec)
@@ -268,7 +268,8 @@ class DatasetOpener:
                     datasets.append(await self.datasets.open(*pair, {}, made, packed=packed))
                 await self._inherit(opened_source, datasets[-1])
             check_columns([source.name for source in sources], datasets)
-            spec = mixed_spec(request, specs, datasets)
+            identity = mixed_identity([part.identity for part in opened])
+            spec = _settled(mixed_spec(request, specs, datasets), identity)
             self._check_digest(request, spec, digest)
             delivered_columns(datasets[0].columns.specs, spec)
             counts = [manifest.sample_count for manifest in manifests]
@@ -281,7 +282,6 @@ class DatasetOpener:
             for dataset in datasets:
                 self.forget_unread(dataset)
             raise
-        identity = mixed_identity([part.identity for part in opened])
         return OpenedJob(spec, opened, tuple(datasets), identity, count, collated)
 
     async def _inherit(self, opened: Opened, dataset: Dataset) -> None:
@@ -415,6 +415,19 @@ def spec_of(opened: Opened, request: messages.OpenJob) -> JobSpec:
         view=canonical_view(given.view),
         mixture=None,
     )
+
+
+def _settled(spec: JobSpec, identity: DatasetIdentity) -> JobSpec:
+    """Return the spec without its last former stage, if that was a job with this very spec: nothing
+    has changed since its state was saved.
+    """
+    if not spec.stages:
+        return spec
+    *others, last = spec.stages
+    before = replace(spec, stages=tuple(others))
+    is_same = last.spec is not None and last.spec.facts() == before.facts()
+    is_same = is_same and last.dataset.content == identity.content
+    return before if is_same or before.digest() == last.digest else spec
 
 
 def software_of(job: OpenedJob, pixels: str) -> str:

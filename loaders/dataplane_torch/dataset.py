@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
+from msgspec.structs import replace
 from torch.utils.data import IterableDataset, get_worker_info
 from typing_extensions import Unpack
 
@@ -148,14 +149,19 @@ class ShardedIterableDataset(IterableDataset[Batch]):
         found = state_at(session, epoch, cursor)
         return found.to_dict()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue the next pass where the state was taken; an empty state means the start.
+    def load_state_dict(self, state_dict: Mapping[str, Any], change: str | None = None) -> str:
+        """Continue the next pass where the state was taken; an empty state means the start. With a
+        `change`, a state of another recipe is accepted: see DataLoader.load_state_dict.
 
         Raises:  SpecMismatch: the state is of another job.  VersionMismatch: a newer version saved
         it.  ConfigError: it is damaged.
         """
         session = self._session_of_process()
-        state = resumed(state_dict, session, dataset_moved=self._dataset_moved)
+        state, sentence = resumed(
+            state_dict, session, dataset_moved=self._dataset_moved, change=change
+        )
+        # DataLoader workers, which start later, open the same stage.
+        self._job = replace(self._job, request=session.request)
         mixture = session.job.spec.mixture
         is_own = mixture is None or session.mix == mixture.history
         self._mix, self._reader = None if is_own else session.mix, None
@@ -165,8 +171,9 @@ class ShardedIterableDataset(IterableDataset[Batch]):
             if step is None or stride is None or not 0 <= step < PLACE_MAX or stride < 0:
                 raise ConfigError("this state of a DataLoader worker is damaged", key="step")
             self._resume_steps = (state.epoch, state.cursor, step, stride)
-            return
+            return ""
         self._passes.choose(*place_of(session, state))
+        return sentence
 
     def close(self) -> None:
         """Leave the job in this process. May be called twice."""

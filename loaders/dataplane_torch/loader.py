@@ -296,18 +296,29 @@ class DataLoader(LoaderBase[_T_co]):
         with brief:
             return self._shards.ledger()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any], change: str | None = None) -> str:
         """Continue the next pass where the state was taken: over urls on any number of ranks, over
         a map-style Dataset with any number of workers. An empty state means the start.
+
+        Over urls, `change` accepts a state that was saved with other arguments or shards, and
+        begins a new stage of the run: "restart" begins an epoch with all data at once. Every rank
+        must pass the same. The returned sentence says what has changed; it is "" if nothing has,
+        and then the state is resumed as without `change` (docs/training.md).
 
         Raises:  SpecMismatch: the state is of another job.  VersionMismatch: a newer version saved
         it.  ConfigError: it is not a state, or batch size, length or workers have changed.
         """
         with brief:
-            if self._shards is None:
-                self._load_place(state_dict)
-            else:
-                self._shards.load_state_dict(state_dict)
+            if self._shards is not None:
+                return self._shards.load_state_dict(state_dict, change)
+            if change is not None:
+                raise ConfigError(
+                    f"change={change!r:.80} is for loaders over urls: a torch Dataset has no "
+                    "recipe that dataplane knows",
+                    field="change",
+                )
+            self._load_place(state_dict)
+            return ""
 
     def _load_place(self, state_dict: Mapping[str, Any]) -> None:
         from dataplane_torch.local.beginning import PassPlace

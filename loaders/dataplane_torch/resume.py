@@ -8,13 +8,23 @@ from typing import Any
 
 from dataplane.client.mixing import changed, state_at
 from dataplane.client.session import Session
+from dataplane.client.stages import follows, stages_with
 from dataplane.client.state import RunState
 
 
-def resumed(state_dict: Mapping[str, Any], session: Session, *, dataset_moved: bool) -> RunState:
+def resumed(
+    state_dict: Mapping[str, Any],
+    session: Session,
+    *,
+    dataset_moved: bool,
+    change: str | None = None,
+) -> tuple[RunState, str]:
     """Return the state, if the session's job may resume from it; an empty one means the start. The
     session then has the weights of the state. If the loader's own weights were changed since it was
     saved, these apply from the first round on that begins at the state's position or later.
+
+    With a `change`, a state of another recipe is accepted: return the begin of the next stage, and
+    a sentence about it, which is "" if nothing has changed.
 
     Warns on rank 0 if the job's ledger is not the one of the state's run, and if the state was
     accepted only because of `dataset_moved`. That argument is meant for one resume, since it would
@@ -25,37 +35,48 @@ def resumed(state_dict: Mapping[str, Any], session: Session, *, dataset_moved: b
     """
     session.mixes_applied.clear()
     if isinstance(state_dict, Mapping) and not state_dict:
+        session.change(())
         session.mix = None
-        return state_at(session, 0, 0)
+        return state_at(session, 0, 0), ""
     state = RunState.from_dict(state_dict)
-    needed_word = state.check(session.job, dataset_moved=dataset_moved)
-    if needed_word and session.request.topology.rank == 0:
+    session.change(state.stages if change is None else stages_with(state, change))
+    if session.job.spec.stages != state.stages:
+        session.mix = None
+        return follows(state, session.job)
+    was_moved = state.check(session.job, dataset_moved=dataset_moved)
+    if session.request.topology.rank == 0:
+        _warn(state, session, was_moved=was_moved)
+    state = state.normalised(session.job.spec, session.changes.gaps(state.epoch))
+    session.mix = state.mix
+    if state.mix is not None and state.asked_weights != session.job.spec.asked_weights:
+        session.mix = changed(session, state.epoch, state.cursor, ()).mix
+    return state, ""
+
+
+def _warn(state: RunState, session: Session, *, was_moved: bool) -> None:
+    """Warn of what may have changed since this state was saved."""
+    if was_moved:
         warnings.warn(
             "dataset_moved=True: the dataset's ETags differ from those of the state; its names, "
             "sizes and blocks do not. Remove the argument when you have saved a checkpoint: "
             "new states belong to the dataset as it is now",
-            stacklevel=4,
+            stacklevel=5,
         )
     made = session.job.pixels
-    if state.pixels and made and state.pixels != made and session.request.topology.rank == 0:
+    if state.pixels and made and state.pixels != made:
         warnings.warn(
             f"the images before this state were made by {state.pixels}, and from here on they are "
             f"made by {made}: single pixels can differ. The sample order, crops and flips stay the "
             "same",
-            stacklevel=4,
+            stacklevel=5,
         )
     mark = state.mark
-    if mark is not None and not mark.is_in(session.job.marks) and not session.request.topology.rank:
+    if mark is not None and not mark.is_in(session.job.marks):
         warnings.warn(
             f"the ledger of job {session.request.job_id!r} is not the one of this state's run: it"
             f" does not have that one's entry {mark.seq} ({mark.hash}). Steps that were skipped,"
             " rows that were taken out and weights that were changed there are not known here. To"
             " go on with them, resume under the same name= at the same coordinator; after the next"
             " checkpoint this is not said again",
-            stacklevel=4,
+            stacklevel=5,
         )
-    state = state.normalised(session.job.spec, session.changes.gaps(state.epoch))
-    session.mix = state.mix
-    if state.mix is not None and state.asked_weights != session.job.spec.asked_weights:
-        session.mix = changed(session, state.epoch, state.cursor, ()).mix
-    return state

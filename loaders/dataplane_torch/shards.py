@@ -24,6 +24,7 @@ from dataplane.client.mixing import (
 )
 from dataplane.client.mount import Pinning
 from dataplane.client.session import Session
+from dataplane.client.stages import check_epoch
 from dataplane.client.state import RowsDigest
 from dataplane.client.statistics import Statistics
 from dataplane.model.errors import ClosedError, ConfigError
@@ -178,10 +179,17 @@ class UrlJob:
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next pass. If a state of the same epoch was loaded, its position
-        is kept; if that was the end of the epoch, the pass has no batches.
+        is kept; if that was the end of the epoch, the pass has no batches. Neither has a pass of
+        the epoch within which the recipe was changed.
+
+        Raises:  ConfigError: it is an epoch of a former stage of the run.
         """
         if epoch != self._epoch:
             self._cursor = 0
+            spec = self._session.request.spec
+            if epoch < spec.first_epoch:
+                check_epoch(epoch, spec.stages[-1])
+                self._cursor = sample_count(self._session, epoch)
         self._epoch, self._reader = epoch, None
 
     def set_weights(self, weights: Mapping[str, float]) -> MixStep:
@@ -237,17 +245,20 @@ class UrlJob:
             return self._session.ledger(self._epoch, self._cursor)
         return self._session.ledger(reader.epoch, reader.cursor)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any], change: str | None = None) -> str:
         """Continue the next pass where the state was taken, on any number of ranks; an empty state
-        means the start.
+        means the start. With a `change`, a state of another recipe is accepted.
 
         Raises:  SpecMismatch: the state is of another job.  VersionMismatch: a newer version saved
         it.  ConfigError: it is damaged.
         """
-        state = resumed(state_dict, self._session, dataset_moved=self._dataset_moved)
+        state, sentence = resumed(
+            state_dict, self._session, dataset_moved=self._dataset_moved, change=change
+        )
         self._epoch, self._cursor = place_of(self._session, state)
-        self._reader, self._digested = None, None
+        self._reader = self._digested = self._decoder = None
         self._digest = state.digest or RowsDigest()
+        return sentence
 
     def close(self) -> None:
         """Leave the job. Tensors that are still held stay valid. May be called twice."""

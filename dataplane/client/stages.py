@@ -1,0 +1,139 @@
+"""The stages of a run whose recipe changes: from a saved state to the list that the job's spec has,
+and the sentence that says what follows from a change.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Struct, structs
+
+from dataplane.client.state import RowsDigest, RunState
+from dataplane.model.config import Fact, JobSpec, MixtureSpec, SourceSpec, Stage
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import ColumnOptions, MixHistory, View
+from dataplane.model.typed import complete
+from dataplane.rpc.messages import JobOpened
+
+_Struct = TypeVar("_Struct", bound=Struct)
+RESTART, UNREAD = "restart", "unread"
+"""The values of `change`: what the first epoch of the new stage has."""
+CHANGES = (RESTART,)
+
+
+def stages_with(state: RunState, change: str) -> tuple[Stage, ...]:
+    """Return the stages of a run that goes on from this state with another recipe.
+
+    Raises:  ConfigError: there is no such change.
+    """
+    if change not in CHANGES:
+        raise ConfigError(
+            f'change={change!r:.80}: pass "restart": the new recipe begins an epoch with all data',
+            field="change",
+        )
+    ended = Stage(
+        state.spec_digest,
+        state.epoch,
+        state.cursor,
+        state.sample_count,
+        state.dataset,
+        "" if state.digest is None else state.digest.value,
+        unread=change == UNREAD,
+        spec=_spec(state),
+    )
+    return (*state.stages, ended)
+
+
+def follows(state: RunState, job: JobOpened) -> tuple[RunState, str]:
+    """Return where the new stage of this job begins, after a run that had come to this state; and
+    a sentence about what has changed, and what follows.
+    """
+    stage = job.spec.stages[-1]
+    epoch, number = stage.next_epoch, len(job.spec.stages) + 1
+    digest = None if state.digest is None else RowsDigest(epoch=epoch, base=state.digest.value)
+    begin = structs.replace(RunState.of(job, epoch, 0), digest=digest)
+    what = "; ".join(problem.sentence for problem in state.problems(job, dataset_moved=False))
+    ended = f"all {stage.epoch} epochs before it are complete"
+    if stage.cursor:
+        first = "all of the data"
+        if stage.unread:
+            first = f"what epoch {stage.epoch} had not delivered, and what is new"
+        ended = (
+            f"epoch {stage.epoch} ended after {stage.cursor} of {stage.sample_count} samples, which"
+            f" stay delivered, and epoch {epoch} has {first}"
+        )
+    ended = f"{ended[0].upper()}{ended[1:]}"
+    return begin, f"stage {number} of this run begins with epoch {epoch}: {what}. {ended}"
+
+
+def check_epoch(epoch: int, stage: Stage) -> None:
+    """Check that an epoch does not lie before the end of a former stage.
+
+    Raises:  ConfigError: it does.
+    """
+    if epoch < stage.epoch:
+        raise ConfigError(
+            f"epoch {epoch} belongs to a former stage of this run, whose recipe was changed in "
+            f"epoch {stage.epoch}: choose {stage.next_epoch} or a later one, or load the state of "
+            "that epoch into a loader with its recipe",
+            field="epoch",
+        )
+
+
+def _spec(state: RunState) -> JobSpec | None:
+    """Return what a state says of its job's spec; None if long values were cut."""
+    facts: dict[str, Fact] = {**state.options, **state.values}
+    if any(isinstance(fact, str) and fact.endswith("…") for fact in facts.values()):
+        return None
+    try:
+        return _filled(
+            JobSpec,
+            facts,
+            fingerprint="",
+            column_options=_filled(ColumnOptions, facts),
+            view=_filled(View, facts),
+            mixture=None if state.mix is None else _mixture(facts, state.mix),
+        )
+    except (ValueError, KeyError, TypeError, msgspec.ValidationError):
+        return None  # an option of a later version, say
+
+
+def _mixture(facts: Mapping[str, Fact], mix: MixHistory) -> MixtureSpec:
+    names = _parsed(facts["sources"])
+    passes = _parsed(facts.get("max_passes", "")) or [0] * len(names)
+    views = _parsed(facts.get("source_views", "")) or [{}] * len(names)
+    shares = mix.changes[0].shares
+    sources = tuple(
+        SourceSpec(name, "", share, most, view=msgspec.convert(view, complete(View)))
+        for name, share, most, view in zip(names, shares, passes, views, strict=True)
+    )
+    own = {
+        name.removeprefix("mixture."): fact
+        for name, fact in facts.items()
+        if name.startswith("mixture.")
+    }
+    own.setdefault("length", mix.length)
+    return structs.replace(
+        _filled(MixtureSpec, own, sources=sources), changes=tuple(mix.changes[1:])
+    )
+
+
+def _filled(cls: type[_Struct], facts: Mapping[str, Fact], **given: Any) -> _Struct:
+    """Return a Struct with those of the facts that are its fields."""
+    plain = dict(given)
+    for field in structs.fields(cls):
+        if field.name in plain or field.name not in facts:
+            continue
+        fact = facts[field.name]
+        is_text = field.type is str or isinstance(field.type, enum.EnumMeta)
+        value = json.loads(fact) if isinstance(fact, str) and not is_text else fact
+        plain[field.name] = msgspec.convert(value, complete(field.type))
+    return cls(**plain)
+
+
+def _parsed(fact: Fact) -> Any:
+    return json.loads(fact) if isinstance(fact, str) and fact else []

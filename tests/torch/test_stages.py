@@ -1,0 +1,199 @@
+"""Runs whose recipe changes: stages, over a real node."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from dataplane_torch import DataLoader, Mixture, Pack, ShardedIterableDataset, Source
+
+from dataplane.model.errors import ConfigError, SpecMismatch
+from dataplane.model.records import Topology
+
+SHARDS, ROWS, GROUP, BATCH = 4, 60, 15, 24
+OPTIONS: dict[str, Any] = {"shuffle": True, "seed": 3, "lanes": 2, "window": 20, "columns": ["id"]}
+PACKED: dict[str, Any] = {"columns": None, "pack": Pack("tokens", 32), "global_batch_size": 12}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, shared_node: None) -> Path:
+    made = tmp_path_factory.mktemp("stages")
+    for shard in range(SHARDS):
+        ids = np.arange(shard * ROWS, (shard + 1) * ROWS)
+        tokens = [[number] * (1 + number * 7 % 23) for number in ids.tolist()]
+        table = pa.table({"id": ids, "tokens": tokens, "half": ids % 2})
+        pq.write_table(table, made / f"s{shard}.parquet", row_group_size=GROUP)
+    return made
+
+
+def some(folder: Path, *shards: int) -> list[str]:
+    return [f"{folder}/s{shard}.parquet" for shard in shards]
+
+
+def mixed(folder: Path, first: float = 1.0, **more: Any) -> Mixture:
+    a, b = some(folder, 0, 1), some(folder, 2, 3)
+    return Mixture({"a": Source(a, weight=first), "b": Source(b, weight=1.0)}, **more)
+
+
+@contextlib.contextmanager
+def ranks(
+    url: Any, size: int = 1, state: Any = None, change: Any = None, **more: Any
+) -> Iterator[list[Any]]:
+    """The loaders of all ranks of one launch."""
+    with contextlib.ExitStack() as stack:
+        made = []
+        for rank in range(size):
+            place = Topology(rank, size, rank, size, rank, size)
+            options = {"topology": place, "name": "stages", "global_batch_size": BATCH, **OPTIONS}
+            made.append(stack.enter_context(DataLoader(url, **{**options, **more})))
+        for loader in made if state is not None else ():
+            loader.load_state_dict(state, change=change)
+        yield made
+
+
+def ids_of(batch: Any) -> list[Any]:
+    return batch["id"].tolist() if "id" in batch else batch["tokens"].tolist()
+
+
+def read(loaders: list[Any], steps: int | None = None) -> list[list[Any]]:
+    """The global batches of the next steps of a pass."""
+    passes = [[ids_of(batch) for batch in itertools.islice(loader, steps)] for loader in loaders]
+    return [
+        [row for turn in itertools.zip_longest(*step) for row in turn if row is not None]
+        for step in zip(*passes, strict=True)
+    ]
+
+
+def state_after(url: Any, steps: int, epoch: int = 0, **more: Any) -> dict[str, Any]:
+    with ranks(url, **more) as (loader,):
+        loader.set_epoch(epoch)
+        read([loader], steps)
+        return json.loads(json.dumps(loader.state_dict()))
+
+
+RECIPES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
+    # the shards before and after, the options before and after
+    "length": ((0, 1), (0, 1), {"columns": ["id", "tokens"]}, {"max_length": 8, "columns": None}),
+    "seed and batch": ((0, 1), (0, 1), {}, {"seed": 4, "global_batch_size": 12}),
+    "shard added": ((0, 1), (0, 1, 2), {}, {}),
+    "shard lost": ((0, 1, 2), (0, 2), {}, {}),
+    "view": ((0, 1), (0, 1), {"where": "half == 0"}, {"where": "half == 1"}),
+    "packing": ((0, 1), (0, 1), {}, PACKED),
+    "other packs": ((0, 1), (0, 1), PACKED, {**PACKED, "pack": Pack("tokens", 48)}),
+    "source added": ((0, 1), "mixed", {}, {}),
+    "source removed": ("mixed", (2, 3), {}, {}),
+    "longer mixture": ("mixed", "longer", {}, {"seed": 5}),
+}
+
+
+def urls(folder: Path, shards: Any) -> Any:
+    if shards == "mixed":
+        return mixed(folder)
+    return mixed(folder, 2.0, length=96) if shards == "longer" else some(folder, *shards)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_stage_begins_with_an_epoch_of_its_own_on_any_number_of_ranks(
+    recipe: str, folder: Path
+) -> None:
+    before, after, old, new = RECIPES[recipe]
+    before, after = urls(folder, before), urls(folder, after)
+    state = state_after(before, 2, **old)
+    with pytest.raises(SpecMismatch, match='change="restart"'), ranks(after, state=state, **new):
+        pass
+    with ranks(after, **new) as loaders:  # what another run has in this epoch
+        loaders[0].set_epoch(1)
+        expected = read(loaders)
+    size = 2 + len(recipe) % 3
+    with ranks(after, size, state, "restart", **new) as loaders:
+        assert {loader.epoch for loader in loaders} == {1}
+        assert read(loaders, 2) == expected[:2]
+        states = [loader.state_dict() for loader in loaders]
+    assert all(other == states[0] for other in states)
+    (stage,) = states[0]["stages"]
+    assert (stage["epoch"], stage["digest"]) == (0, state["spec_digest"])
+    assert stage["rows"] == state["digest"]["value"] == states[0]["digest"]["base"]
+    for change in (None, "restart"):  # a script that always passes it begins one stage
+        with ranks(after, 1, states[0], change, **new) as loaders:
+            assert read(loaders) == expected[2:]
+            assert loaders[0].state_dict()["stages"] == [stage]
+
+
+def test_a_sentence_says_what_has_changed_and_nothing_if_nothing_has(folder: Path) -> None:
+    state = state_after(some(folder, 0), 1)
+    with ranks(some(folder, 0), seed=4) as (loader,):
+        assert loader.load_state_dict(state, change="restart") == (
+            "stage 2 of this run begins with epoch 1: seed: 3 in the state, 4 here. Epoch 0 ended "
+            "after 24 of 60 samples, which stay delivered, and epoch 1 has all of the data"
+        )
+        with pytest.raises(ConfigError, match=r"change='now': pass \"restart\""):
+            loader.load_state_dict(state, change="now")
+    with ranks(some(folder, 0)) as (loader,):
+        assert loader.load_state_dict(state, change="restart") == ""
+        assert loader.epoch == 0
+
+
+def test_an_epoch_that_has_ended_is_followed_by_the_next_stage(folder: Path) -> None:
+    state = state_after(some(folder, 0), 3)
+    with ranks(some(folder, 0), state=state, change="restart", seed=4) as (loader,):
+        assert loader.epoch == 1
+        assert loader.state_dict()["stages"][0]["cursor"] == 0
+
+
+def test_epochs_of_a_former_stage_are_over(folder: Path) -> None:
+    state = state_after(some(folder, 0), 1, epoch=2)
+    with ranks(some(folder, 0), state=state, change="restart", seed=4) as (loader,):
+        loader.set_epoch(2)  # as a script does that resumes in this epoch
+        assert list(loader) == []
+        assert loader.epoch == 3
+        assert sorted(itertools.chain(*read([loader]))) == list(range(ROWS))
+        with pytest.raises(ConfigError, match="epoch 1 belongs to a former stage"):
+            loader.set_epoch(1)
+
+
+def test_a_run_may_change_several_times(folder: Path) -> None:
+    state, chain = state_after(some(folder, 0), 1), []
+    for seed in (4, 5, 6):
+        with ranks(some(folder, 0), 1, state, "restart", seed=seed) as loaders:
+            read(loaders, 1)
+            state = json.loads(json.dumps(loaders[0].state_dict()))
+        assert state["stages"][:-1] == chain
+        chain = state["stages"]
+    assert [stage["epoch"] for stage in chain] == [0, 1, 2]
+    assert [stage.get("rows") for stage in chain[1:]] != [chain[0]["rows"]] * 2
+    with ranks(some(folder, 0), 3, state, seed=6) as loaders:
+        rest = read(loaders)
+    with ranks(some(folder, 0), seed=6) as loaders:
+        loaders[0].set_epoch(3)
+        assert read(loaders)[1:] == rest
+    damaged = {**state, "stages": chain[::-1]}
+    with pytest.raises(ConfigError, match="its stages"), ranks(some(folder, 0), state=damaged):
+        pass
+
+
+def test_ranks_that_pass_different_changes_are_refused(folder: Path) -> None:
+    state = state_after(some(folder, 0), 1)
+    with ranks(some(folder, 0), 2, seed=4) as (first, second):
+        first.load_state_dict(state, change="restart")
+        with pytest.raises(SpecMismatch, match="stages"):
+            second.load_state_dict({})
+
+
+def test_a_torch_loader_over_shards_changes_too(folder: Path) -> None:
+    state = state_after(some(folder, 0), 1)
+    with ranks(some(folder, 0), 1, state, "restart", seed=4) as loaders:
+        expected = read(loaders)
+    options = {**OPTIONS, "seed": 4, "name": "stages", "global_batch_size": BATCH}
+    dataset = ShardedIterableDataset(some(folder, 0), **options)
+    with contextlib.closing(dataset):
+        assert dataset.load_state_dict(state, change="restart").startswith("stage 2")
+        assert [ids_of(batch) for batch in dataset] == expected
+        assert dataset.state_dict()["stages"][0]["epoch"] == 0
