@@ -148,9 +148,7 @@ class Wire:
             finally:
                 self._waiters.discard(me)
                 if mine:
-                    with self._turn:
-                        self._receiver = None
-                        self._turn.notify_all()
+                    self._hand_back_turn()
 
     def arrived(self, request_id: int) -> FromNodeBody | None:
         """Return the answer to a request if it has arrived; `wait` still returns it. Never
@@ -167,11 +165,15 @@ class Wire:
             pass  # waiting threads get the error
         finally:
             if mine:
-                with self._turn:
-                    self._receiver = None
-                    self._turn.notify_all()
+                self._hand_back_turn()
         answer = self._slots.get(request_id)
         return None if answer is None else answer[0]
+
+    def _hand_back_turn(self) -> None:
+        """Let another thread receive."""
+        with self._turn:
+            self._receiver = None
+            self._turn.notify_all()
 
     def call(
         self,

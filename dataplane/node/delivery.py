@@ -170,7 +170,7 @@ Send = Callable[[int, FromNodeBody], None]
 
 class ServedStream(Struct, eq=False):
     """A stream. `send` answers a request of its consumer, which was sent its steps before
-    `steps_sent`. `on_begun` is called once, after its next slab was sent. `on_planned` is called
+    `steps_sent`. `on_begun` is called once, after its first slab was sent. `on_planned` is called
     once, when its last step is planned; `is_planned` says that this happened, `has_failed` that
     planning failed. `maps` names the functions that workers call over its blocks.
     """
@@ -179,7 +179,7 @@ class ServedStream(Struct, eq=False):
     walk: Walk
     send: Send
     steps_sent: int = 0
-    on_begun: Callable[[], None] | None = None
+    on_begun: Callable[[ServedStream], None] | None = None
     on_planned: Callable[[], None] | None = None
     is_planned: bool = False
     has_failed: bool = False
@@ -194,7 +194,7 @@ class ServedStream(Struct, eq=False):
         self.steps_sent = body.batches[-1].step + 1
         if self.on_begun is not None:
             call, self.on_begun = self.on_begun, None
-            call()
+            call(self)
 
     def check_consumed(self, cursor: int) -> None:
         """Check the cursor that all ranks have consumed according to the consumer.

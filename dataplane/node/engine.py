@@ -239,13 +239,15 @@ class Engine:
         send: Send,
         holder: int,
         after: ServedStream | None = None,
+        on_begun: Callable[[ServedStream], None] | None = None,
     ) -> ServedStream:
         """Open a consumer's stream; `holder` will hold its slabs. Until the stream `after` is
-        closed, it has the lowest priority: it gets only resources that the other leaves.
+        closed, it has the lowest priority: it gets only resources that the other leaves. `on_begun`
+        is called once, after its first slab was sent.
         """
         maps = dict.fromkeys(dataset.message.view.map for dataset in delivery.datasets)
         number, named = next(self._stream_ids), ", ".join(filter(None, maps))
-        stream = ServedStream(number, walk, send, maps=named)
+        stream = ServedStream(number, walk, send, on_begun=on_begun, maps=named)
         self._streams[stream.stream_id] = stream
         before = None if after is None else after.stream_id
         self._tell(
@@ -253,8 +255,11 @@ class Engine:
         )
         return stream
 
-    def adopt_stream(self, stream: ServedStream) -> None:
-        """Note that the consumer now reads a stream that was opened ahead."""
+    def adopt_stream(self, stream: ServedStream, send: Send) -> None:
+        """Note that the consumer, whose requests `send` answers, now reads a stream that was opened
+        ahead.
+        """
+        stream.send = send
         self._tell(events.StreamAdopted(stream.stream_id))
 
     def expect_next(self, stream: ServedStream, order: SampleOrder) -> None:

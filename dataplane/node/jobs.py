@@ -441,18 +441,21 @@ class Streams:
             request.step_stride,
             mix_of(member.spec, request.mix),
         )
-        stream = self._made_ahead(member, at)
-        if stream is None:
-            order = await self._order(member, at.epoch, at.mix)
-            walk = _walk(member, order, at)
+        ahead = self._made_ahead(member, at)
+        if ahead is None:
+            walk = _walk(member, await self._order(member, at.epoch, at.mix), at)
             await ready(member)
             if member.closed:
                 raise ClosedError(f"job {member.job_id!r} was closed while it was opened")
-            stream = self._engine.open_stream(member.delivery, walk, send, member.holder)
+        else:
+            walk = ahead.walk
         if member.following is not None:
-            steps, known = stream.walk.steps, request.known_entry
-            send = member.following.sending(request.epoch, steps, known, send)
-        stream.send = send
+            send = member.following.sending(request.epoch, walk.steps, request.known_entry, send)
+        if ahead is None:
+            stream = self._opened(member, walk, send)
+        else:
+            stream = ahead
+            self._engine.adopt_stream(stream, send)
         member.streams[stream.stream_id] = stream
         member.epoch, member.cursor = request.epoch, request.cursor
         member.seen = (0.0, 0, 0)  # the way to this place was not read
@@ -460,8 +463,6 @@ class Streams:
         first_step = min(request.first_step, stream.walk.step_count)
         begin = stream.walk.steps.begin(first_step)
         member.mix, member.mix_from = at.mix, LedgerPosition(request.epoch, begin)
-        # Not before: the order takes processor time that the first batch needs.
-        stream.on_begun = partial(self._start, "next order", self._expect_next, member, stream)
         if request.step_stride == 1:
             follow = partial(self._start, "next epoch", self._open_next_epoch, member, stream)
             self._engine.when_planned(stream, follow)
@@ -475,8 +476,16 @@ class Streams:
         if stream.walk.stream != at or stream.has_failed:
             self._engine.close_stream(stream)
             return None
-        self._engine.adopt_stream(stream)
         return stream
+
+    def _opened(
+        self, member: ServedMember, walk: Walk, send: Send, after: ServedStream | None = None
+    ) -> ServedStream:
+        # The next order takes processor time that the first batch needs.
+        expect_next = partial(self._start, "next order", self._expect_next, member)
+        return self._engine.open_stream(
+            member.delivery, walk, send, member.holder, after, expect_next
+        )
 
     def _start(
         self,
@@ -513,9 +522,7 @@ class Streams:
             return
         at = Stream(now.epoch + 1, 0, now.dp_rank, now.dp_size, 0, 1, now.mix)
         walk = _walk(member, order, at, is_ahead=True)
-        member.next_epoch = self._engine.open_stream(
-            member.delivery, walk, stream.send, member.holder, after=stream
-        )
+        member.next_epoch = self._opened(member, walk, stream.send, after=stream)
 
     def close_all(self, member: ServedMember) -> None:
         """Close all streams of a member that is gone."""
