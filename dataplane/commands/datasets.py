@@ -21,13 +21,12 @@ from dataplane.commands import output
 from dataplane.formats import registry
 from dataplane.formats.arrays import decoded
 from dataplane.formats.base import RawBlock
-from dataplane.index.indexing import open_manifest
-from dataplane.index.run import Connect, IndexProgress, Progress
+from dataplane.index.indexing import Connect, IndexProgress, Progress, open_manifest
 from dataplane.index.viewing import viewed
 from dataplane.model.config import NodeConfig
 from dataplane.model.records import Region, View
 from dataplane.model.redact import hub_parts
-from dataplane.node.job_columns import StoredRows, stored_rows
+from dataplane.node.dataset import StoredRows, stored_rows
 from dataplane.plan.manifest import Int64, Manifest
 from dataplane.plan.tombstones import RowNames
 from dataplane.plan.views import filters

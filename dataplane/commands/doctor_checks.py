@@ -24,7 +24,6 @@ from dataplane.commands.datasets import STORES
 from dataplane.fetcher.kept_files import KeptFiles
 from dataplane.model.config import NodeConfig
 from dataplane.model.errors import ConfigError
-from dataplane.node.stored import FolderTakenError, open_cache_folder
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.shards import Shard
 from dataplane.store.urls import FILE_PREFIX, local_path
@@ -224,6 +223,8 @@ def disk(config: NodeConfig) -> list[Check]:
     """
     if not config.cache_bytes:
         return []
+    from dataplane.node.server import FolderTakenError, open_cache_folder
+
     try:
         folder = open_cache_folder(config.cache_dir, config.cache_bytes, patience_s=0.0)
     except FolderTakenError as error:

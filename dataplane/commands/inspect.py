@@ -69,7 +69,7 @@ def inspect(
     """
     from dataplane.commands.datasets import facts, opened, schema_of
     from dataplane.formats.unsupported import unsupported
-    from dataplane.index.folders import folder_keys
+    from dataplane.index.viewing import folder_keys
     from dataplane.settings import node_config
 
     manifest = opened(urls, format_name, workers, node_config(settings), view)

@@ -13,10 +13,10 @@ from msgspec import Struct
 from dataplane.commands.datasets import read_block, schema_of
 from dataplane.commands.options import PacksAsked, Settings
 from dataplane.commands.own_node import opened_again
+from dataplane.index.viewing import counted_packs
 from dataplane.model.config import JobSpec
 from dataplane.model.errors import ConfigError, DataplaneError
 from dataplane.model.records import View
-from dataplane.node.counts import counted_before
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.packed_blocks import packed
 from dataplane.plan.packs import Packing
@@ -110,20 +110,19 @@ def with_packs(
 
     Raises:  As `PacksAsked.view`.  ConfigError: a column cannot be packed.  The errors of a job.
     """
-    from dataplane.node.counts import counted_before
     from dataplane.plan import packed_blocks as blocks
     from dataplane.settings import node_config
 
     view = asked.view(rows)
     name = name_of_counts(manifest, view, seed, imported_map(view.map) if view.map else None)
     cache_dir = node_config(settings).cache_dir
-    counts = counted_before(manifest, name, cache_dir)
+    counts = counted_packs(manifest, name, cache_dir)
     if counts is None:
         assert view.pack is not None
         options = only((view.pack.column,))
         with opened_again(manifest, format_name, settings, options, view, seed):
             pass  # opening the job makes the node count them
-        counts = counted_before(manifest, name, cache_dir)
+        counts = counted_packs(manifest, name, cache_dir)
     if counts is None:
         raise DataplaneError(
             f"the counts of the packs are missing from the cache folder {cache_dir} just after they"
@@ -146,7 +145,7 @@ def packs_in(rows: Manifest, view: View, seed: int, config: NodeConfig) -> Manif
     pack = view.pack
     assert pack is not None
     function = _allowed(view.map, config) if view.map else None
-    counts = counted_before(rows, name_of_counts(rows, view, seed, function), config.cache_dir)
+    counts = counted_packs(rows, name_of_counts(rows, view, seed, function), config.cache_dir)
     if counts is not None:
         return packed(rows, np.ascontiguousarray(counts[:, 1]))
     if view.map:

@@ -357,7 +357,7 @@ def _taken(name: str, named: str) -> ConfigError:
 
 
 def _data_listener(service: ServeRole, joined: str) -> socket.socket | None:
-    from dataplane.node.neighbours import open_data_port
+    from dataplane.node.server import open_data_port
 
     assert service.node is not None
     security = service.security

@@ -396,8 +396,7 @@ def _check(
     options: Mapping[str, Any],
 ) -> None:
     """Check that these are the datasets of the job, possibly at other urls."""
-    from dataplane.node.datasets import mixed_identity
-    from dataplane.plan.views import identity_of
+    from dataplane.plan.views import identity_of, mixed_identity
 
     if [manifest.fingerprint for manifest in manifests] == list(fingerprints):
         return

@@ -246,7 +246,7 @@ def _shared_schema(shards: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:
     Raises:  SchemaMismatch: the types of a column differ too much.
     """
     from dataplane.formats.unsupported import refuse_differing
-    from dataplane.index.shared_schema import SharedSchema
+    from dataplane.index.indexing import SharedSchema
 
     def url_of(shard: int) -> str:
         return shards[shard][0]

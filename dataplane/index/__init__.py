@@ -1,6 +1,5 @@
 """Make a dataset's manifest: list its shards and index their blocks. Used by nodes and commands.
 
-The door: `indexing` opens a dataset, `viewing` a view of it, and `journal` keeps both for later
-runs. `projection`, `folders` and `shared_schema` say what is known of shards; `slow` shows
-progress. `run` and `batches` have the types of what callers pass.
+The door: `indexing` opens a dataset and shows the progress of slow work, `viewing` opens a view of
+it and says what is known of its shards, and `journal` keeps both for later runs.
 """

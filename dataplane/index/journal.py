@@ -22,18 +22,20 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from msgspec import Struct
 from typing_extensions import Buffer
 
 from dataplane.formats import registry
 from dataplane.formats.base import Format, ShardIndex
 from dataplane.formats.index_frames import IndexFrames, decode_indexes
-from dataplane.model.errors import ConfigError, DataplaneError
+from dataplane.model.errors import ConfigError, CorruptShard, DataplaneError
 from dataplane.model.records import ObjectInfo
-from dataplane.plan.manifest import Manifest
+from dataplane.plan.manifest import Manifest, sealed, unsealed
 
 MANIFESTS_KEPT = 4
 STALE_S = 3600.0
 _HASHED_AT_ONCE = 1 << 12
+_FILES_KEPT = 256
 _NO_TMPFILE = {errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL}
 
 
@@ -59,18 +61,58 @@ def listing_key(format_: Sequence[object], keys: Sequence[str]) -> str:
     return hashed.hexdigest()
 
 
+class RunLogs:
+    """The logs of runs in one folder: each process appends to its own, and may read those that were
+    there before.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._log: int | None = None
+        self._path = folder / f"run-{secrets.token_hex(8)}.log"
+        with cache_faults(folder):
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for path in folder.glob(".*.tmp"):  # of a process that was killed while it published
+                if time.time() - written_at(path) > STALE_S:
+                    path.unlink(missing_ok=True)
+            self._former = sorted(folder.glob("*.log"))
+
+    def former(self) -> Iterator[bytes]:
+        """Yield the content of each log of earlier runs."""
+        for path in self._former:
+            with contextlib.suppress(FileNotFoundError):
+                yield path.read_bytes()
+
+    def append(self, frame: bytes) -> None:
+        """Append to the log of this process."""
+        with cache_faults(self._folder):
+            if self._log is None:
+                flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
+                self._log = os.open(self._path, flags, 0o600)
+            write_all(self._log, frame)
+
+    def replace(self, name: str, content: Buffer) -> None:
+        """Publish one log of everything, and remove all others."""
+        kept = self._folder / f"{name}.log"
+        with cache_faults(self._folder):
+            publish(kept, content)
+            for path in {*self._former, self._path} - {kept}:
+                path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Close the log; its content stays for the next run. May be called twice."""
+        if self._log is not None:
+            os.close(self._log)
+            self._log = None
+
+
 class IndexJournal:
     """The cache of one dataset, that is, of one list of urls read as one format."""
 
     def __init__(self, cache_dir: str, dataset: str) -> None:
-        self._folder = _folder(cache_dir, dataset)
-        self._log: int | None = None
-        self._log_path = self._folder / f"run-{secrets.token_hex(8)}.log"
-        self._frames = IndexFrames()
-        with cache_faults(self._folder):
-            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._sweep()
-            self._found = sorted(self._folder.glob("*.log"))
+        self._folder = Path(cache_dir) / "index" / dataset
+        self._logs, self._frames = RunLogs(self._folder), IndexFrames()
+        self.close = self._logs.close
 
     def manifest(self, key: str) -> Manifest | None:
         """Return the finished manifest of this listing, if it exists and is intact."""
@@ -88,30 +130,22 @@ class IndexJournal:
     def remembered(self) -> dict[str, ShardIndex]:
         """Return every shard index that earlier runs wrote, by shard key."""
         found: dict[str, ShardIndex] = {}
-        for path in self._found:
-            with contextlib.suppress(FileNotFoundError):
-                found |= decode_indexes(path.read_bytes())
+        for content in self._logs.former():
+            found |= decode_indexes(content)
         return found
 
     def remember(self, key: str, index: ShardIndex) -> None:
         """Append one shard's index to this process's log."""
-        with cache_faults(self._folder):
-            if self._log is None:
-                flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
-                self._log = os.open(self._log_path, flags, 0o600)
-            write_all(self._log, self._frames.of(key, index))
+        self._logs.append(self._frames.of(key, index))
 
     def finish(
         self, key: str, manifest: Manifest, shards: Iterable[tuple[str, ShardIndex]]
     ) -> None:
         """Publish the manifest and one log of all its shards; remove the logs of other runs."""
         frames = IndexFrames()
-        kept = self._folder / f"shards-{key}.log"
-        with cache_faults(self._folder):
-            publish(kept, b"".join(frames.of(name, index) for name, index in shards))
-            self.keep(key, manifest.to_bytes())
-            for path in {*self._found, self._log_path} - {kept}:
-                path.unlink(missing_ok=True)
+        content = b"".join(frames.of(name, index) for name, index in shards)
+        self._logs.replace(f"shards-{key}", content)
+        self.keep(key, manifest.to_bytes())
 
     def keep(self, key: str, content: Buffer) -> None:
         """Publish the bytes of a manifest; only the last few manifests stay."""
@@ -120,22 +154,6 @@ class IndexJournal:
             manifests = sorted(self._folder.glob("*.manifest"), key=written_at, reverse=True)
             for path in manifests[MANIFESTS_KEPT:]:
                 path.unlink(missing_ok=True)
-
-    def close(self) -> None:
-        """Close the log; its content stays for the next run."""
-        if self._log is not None:
-            os.close(self._log)
-            self._log = None
-
-    def _sweep(self) -> None:
-        """Remove files that a process killed during publishing may have left."""
-        for path in self._folder.glob(".*.tmp"):
-            if time.time() - written_at(path) > STALE_S:
-                path.unlink(missing_ok=True)
-
-
-def _folder(cache_dir: str, dataset: str) -> Path:
-    return Path(cache_dir) / "index" / dataset
 
 
 @contextlib.contextmanager
@@ -202,6 +220,49 @@ def _publish_named(path: Path, content: Buffer) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+class SealedFiles(Struct, frozen=True):
+    """Files with a checksum in one folder below the cache folder: the last `kept` ones of this
+    suffix stay.
+    """
+
+    folder: Path
+    suffix: str
+    kept: int = _FILES_KEPT
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}{self.suffix}"
+
+    def read(self, name: str) -> memoryview | None:
+        """Return the content of a file; None if there is none, or it is damaged."""
+        path = self._path(name)
+        try:
+            return memoryview(unsealed(path.read_bytes(), str(path)))
+        except FileNotFoundError:
+            return None
+        except (CorruptShard, OSError):
+            path.unlink(missing_ok=True)
+            return None
+
+    def write(self, name: str, body: bytes) -> None:
+        """Write a file.
+
+        Raises:  ConfigError: the cache folder cannot be used.
+        """
+        with cache_faults(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            publish(self._path(name), sealed(body))
+            for old in sorted(self.folder.glob(f"*{self.suffix}"), key=written_at)[: -self.kept]:
+                old.unlink(missing_ok=True)
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if it is there.
+
+        Raises:  ConfigError: the cache folder cannot be used.
+        """
+        with cache_faults(self.folder):
+            self._path(name).unlink(missing_ok=True)
 
 
 def version_of(format_: Format) -> tuple[str, int, int]:

@@ -1,6 +1,5 @@
 """The node process: fetch, cache, decode and assemble, as the scheduler decides.
 
-The door: `server` runs a node, and `neighbours` opens its port for other nodes. Commands compute
-with `dataset`, `datasets`, `delivery` and `job_columns` what a job would read, count packs with
-`counts`, and check the folder of `stored` blocks.
+The door: `server` runs a node, and opens its port for other nodes and its folder on disk. Commands
+compute with `dataset` and `delivery` what a job would read.
 """

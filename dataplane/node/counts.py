@@ -27,18 +27,19 @@ from msgspec.structs import asdict, replace
 from dataplane.arena.slab_layout import TEXTS, texts
 from dataplane.base import background
 from dataplane.base.trace import Trace
-from dataplane.index.journal import cache_faults, digest, publish, written_at
-from dataplane.index.slow import LongWork
+from dataplane.index.indexing import LongWork
+from dataplane.index.journal import SealedFiles, digest
+from dataplane.index.viewing import counted_packs, kept_packs, pack_files
 from dataplane.model.config import JobSpec, NodeConfig
-from dataplane.model.errors import ConfigError, CorruptShard, DataplaneError
+from dataplane.model.errors import ConfigError, DataplaneError
 from dataplane.model.records import ColumnSpec, Kind, PackSpec, View
 from dataplane.node.dataset import Dataset, dataset_of
 from dataplane.node.job_columns import columns_of
 from dataplane.node.own_reads import Categories, FoundOnce, MappedReader, OwnReads
-from dataplane.plan.manifest import Manifest, sealed, unsealed
+from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import Order
 from dataplane.plan.orders import order_of
-from dataplane.plan.packed_blocks import NUMBERS, counts_name, known_counts, packed, packing_in
+from dataplane.plan.packed_blocks import NUMBERS, counts_name, packed, packing_in
 from dataplane.plan.packs import Int64, Packing
 from dataplane.plan.shards import named
 from dataplane.rpc.codec import decode
@@ -55,7 +56,6 @@ BYTES_MAX = 16 << 20
 _VERSION = 1
 _SLAB_BYTES = 1 << 20
 _ROWS_MAX = 4096
-_FILES_KEPT = 256
 
 Check = Callable[[Manifest, JobSpec], Awaitable[None]]
 
@@ -72,6 +72,7 @@ class CategoryReader:
     ) -> None:
         self._config, self._reads = config, reads
         self._passes = FoundOnce[Categories]("categories", remembered=0)
+        self._files = SealedFiles(Path(config.cache_dir) / "categories", ".values")
 
     async def of_job(
         self, manifest: Manifest, spec: JobSpec, check: Check, urls: Sequence[str] = ()
@@ -147,34 +148,21 @@ class CategoryReader:
         _trace.noted("found the values of columns", **facts, values=counts)
         return categories
 
-    def _path(self, manifest: Manifest, column: str) -> Path:
-        name = digest(_VERSION, manifest.fingerprint, column)
-        return Path(self._config.cache_dir) / "categories" / f"{name}.values"
+    def _name(self, manifest: Manifest, column: str) -> str:
+        return digest(_VERSION, manifest.fingerprint, column)
 
     def _remembered(self, manifest: Manifest, columns: Sequence[str]) -> dict[str, pa.Array]:
         remembered = {}
         for column in columns:
-            path = self._path(manifest, column)
-            try:
-                body = unsealed(path.read_bytes(), str(path))
-            except FileNotFoundError:
-                continue
-            except (CorruptShard, OSError):
-                path.unlink(missing_ok=True)
-                continue
-            with pa.ipc.open_stream(pa.py_buffer(body)) as reader:
-                remembered[column] = reader.read_next_batch().column(0)
+            body = self._files.read(self._name(manifest, column))
+            if body is not None:
+                with pa.ipc.open_stream(pa.py_buffer(body)) as reader:
+                    remembered[column] = reader.read_next_batch().column(0)
         return remembered
 
     def _remember(self, manifest: Manifest, categories: Categories) -> None:
-        folder = Path(self._config.cache_dir) / "categories"
-        with cache_faults(folder):
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            for column, values in categories.items():
-                publish(self._path(manifest, column), sealed(stream_of(values)))
-            paths = sorted(folder.glob("*.values"), key=written_at)
-            for path in paths[:-_FILES_KEPT]:
-                path.unlink(missing_ok=True)
+        for column, values in categories.items():
+            self._files.write(self._name(manifest, column), stream_of(values))
 
 
 class DistinctValues(Struct, eq=False):
@@ -352,7 +340,7 @@ class PackCounter:
         if view.pack is None:
             return PackedManifest(manifest)
         name = await self._name(manifest, view, seed, urls)
-        counts = await asyncio.to_thread(counted_before, manifest, name, self._config.cache_dir)
+        counts = await asyncio.to_thread(counted_packs, manifest, name, self._config.cache_dir)
         dataset: Dataset | None = None
         if counts is None:
             with LongWork("counting packs", urls, "blocks", _ADVICE) as work:
@@ -432,7 +420,7 @@ class PackCounter:
         """Shapes:  result: int64[K, NUMBERS], the Packing of each block."""
         blocks, folder = dataset.manifest.block_count, self._config.cache_dir
         counts = np.zeros((blocks, NUMBERS), np.int64)
-        before = await asyncio.to_thread(_remembered, folder, name, _PART)
+        before = await asyncio.to_thread(kept_packs, folder, name, _PART)
         done = 0
         if before is not None:
             done = min(len(before), blocks)
@@ -472,18 +460,6 @@ async def _watch(dataset: Dataset, before: int, work: LongWork) -> None:
         work.advance(before + int(np.count_nonzero(marks.is_exact)), total)
 
 
-def counted_before(manifest: Manifest, name: str, cache_dir: str) -> Int64 | None:
-    """Return the packs of this `counts_name` that the manifest has, or that a node with this cache
-    folder has counted; None if there are none.
-
-    Shapes:  result: int64[blocks, NUMBERS].
-    """
-    known = known_counts(manifest, name)
-    if known is None:
-        known = _remembered(cache_dir, name)
-    return known if known is not None and len(known) == manifest.block_count else None
-
-
 def _no_packs(manifest: Manifest, pack: PackSpec, packing: Packing) -> ConfigError:
     if not packing.tokens:
         advice = "name rows that have some"
@@ -498,30 +474,8 @@ def _no_packs(manifest: Manifest, pack: PackSpec, packing: Packing) -> ConfigErr
     )
 
 
-def _remembered(cache_dir: str, name: str, suffix: str = _WHOLE) -> Int64 | None:
-    path = _path(cache_dir, name, suffix)
-    try:
-        body = unsealed(path.read_bytes(), str(path))
-        return np.frombuffer(body, "<i8").reshape(-1, NUMBERS)
-    except FileNotFoundError:
-        return None
-    except (CorruptShard, OSError, ValueError):
-        path.unlink(missing_ok=True)
-        return None
-
-
 def _remember(cache_dir: str, name: str, counts: Int64, suffix: str = _WHOLE) -> None:
     """Write the counts, or a part of them, which the complete counts replace."""
-    path, part = _path(cache_dir, name, suffix), _path(cache_dir, name, _PART)
-    with cache_faults(path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        publish(path, sealed(counts.astype("<i8").tobytes()))
-        if path != part:
-            part.unlink(missing_ok=True)
-        paths = sorted(path.parent.glob(f"*{suffix}"), key=written_at)
-        for old in paths[:-_FILES_KEPT]:
-            old.unlink(missing_ok=True)
-
-
-def _path(cache_dir: str, name: str, suffix: str) -> Path:
-    return Path(cache_dir) / "packs" / f"{name}{suffix}"
+    pack_files(cache_dir, suffix).write(name, counts.astype("<i8").tobytes())
+    if suffix == _WHOLE:
+        pack_files(cache_dir, _PART).remove(name)

@@ -6,30 +6,29 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
 from msgspec import Struct, structs
 from msgspec.structs import replace
 
-from dataplane.index.projection import Projection
+from dataplane.index.viewing import Projection
 from dataplane.model.config import JobSpec
-from dataplane.model.records import Kind, Region
+from dataplane.model.records import Kind, Region, View
 from dataplane.model.redact import redacted
 from dataplane.node.job_columns import (
     Columns,
-    StoredRows,
     columns_of,
-    largest_stored,
     row_bytes_of,
-    stored_rows,
 )
 from dataplane.plan.columns import scaled
 from dataplane.plan.defaults import BlockSizes
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.packed_blocks import row_counts
+from dataplane.plan.permute import Words
 from dataplane.plan.shards import starts_of
-from dataplane.plan.views import filters
+from dataplane.plan.views import filters, first_rows, has_shares, shard_words
 from dataplane.rpc import tasks
 from dataplane.rpc.codec import encode
 from dataplane.scheduler.dataset import BlockPlaces, DatasetBlocks, Marks
@@ -64,6 +63,67 @@ _STREAM_BYTES_A_COLUMN = 512
 # but none is refused for it.
 _MAPPED_SHARE = 1.5
 _MAPPED_PARTS = 4
+
+
+# -- sizes of stored rows --------------------------------------------------------------------------
+#
+# The rows that the blocks of a dataset store. A view may have only some of them.
+
+
+class StoredRows(Struct, frozen=True, eq=False):
+    """The rows that each block stores, if a view has only some of them.
+
+    Shapes:  rows, first: int64[K], of the block, and where they begin in its shard.
+             words: uint64[K], the shard in the keys of its rows; None if no view needs them.
+    """
+
+    rows: Ints | None = None
+    first: Ints | None = None
+    words: Words | None = None
+
+    @classmethod
+    def of(cls, manifest: Manifest, view: View) -> Self:
+        """Return the stored rows of a manifest; empty unless it is the manifest of a view."""
+        if manifest.whole is None or manifest.kept is None:
+            return cls()
+        words = shard_words(manifest.shards.urls) if has_shares(view) else None
+        return cls(
+            stored_rows(manifest),
+            first_rows(manifest.whole)[manifest.kept],
+            None if words is None else words[manifest.block_shard],
+        )
+
+    def of_block(self, block: int) -> dict[str, Any]:
+        """Return the rows as fields of a RawBlockRef."""
+        if self.rows is None or self.first is None:
+            return {}
+        word = 0 if self.words is None else self.words.item(block)
+        return {
+            "stored_rows": self.rows.item(block),
+            "first_row": self.first.item(block),
+            "shard_word": word,
+        }
+
+
+def stored_rows(manifest: Manifest) -> Ints:
+    """Return the rows of each block before the view.
+
+    Shapes:  result: int64[K].
+    """
+    whole, kept = manifest.whole, manifest.kept
+    return manifest.block_rows if whole is None or kept is None else whole.block_rows[kept]
+
+
+def largest_stored(manifest: Manifest, projection: Projection | None) -> int:
+    """Return the size of the largest block, decoded before its rows are chosen; 0 if none are."""
+    whole, kept = manifest.whole, manifest.kept
+    if whole is None or kept is None:
+        return 0
+    decoded = whole.block_decoded[kept] if projection is None else projection.decoded
+    return int(np.max(decoded, initial=0))
+
+
+# -- datasets --------------------------------------------------------------------------------------
 
 
 class Dataset(Struct, frozen=True, eq=False, weakref=True):

@@ -8,27 +8,25 @@ keeps serving other trainers.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
 import math
 import os
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import partial
 
 from msgspec import structs
 from msgspec.structs import replace
 
-from dataplane.index.folders import explaining_folders
+from dataplane.index.viewing import explaining_folders
 from dataplane.model.changes import Tombstone
 from dataplane.model.config import JobSpec, MixtureSpec, NodeConfig, SourceSpec, check_source_count
 from dataplane.model.errors import ConfigError
 from dataplane.model.records import (
     ColumnOptions,
     ColumnSpec,
-    DatasetIdentity,
     End,
     Exhausted,
     MixHistory,
@@ -45,7 +43,7 @@ from dataplane.plan.defaults import BlockSizes, mixed_lanes, source_window
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import SampleOrder
 from dataplane.plan.orders import delivered_order, mixed_of, with_mix
-from dataplane.plan.views import samples_of
+from dataplane.plan.views import joined_hash, samples_of
 from dataplane.rpc.bounds import URLS_MAX
 from dataplane.rpc.messages import MixtureAsked, OpenJob, SourceAsked
 from dataplane.transforms.lists import check_lists
@@ -285,7 +283,7 @@ def mixed_spec(request: OpenJob, specs: Sequence[JobSpec], datasets: Sequence[Da
     )
     return replace(
         first,
-        fingerprint=_joined(spec.fingerprint for spec in specs),
+        fingerprint=joined_hash(spec.fingerprint for spec in specs),
         window=max(spec.window for spec in specs),
         ramp=0,
         view=request.spec.view,
@@ -326,14 +324,6 @@ def shares_of(
         for source, weight in zip(mixture.sources, weights, strict=True)
     )
     return _shares(replace(mixture, sources=sources, temperature=0.0), datasets)
-
-
-def mixed_identity(identities: Sequence[DatasetIdentity]) -> DatasetIdentity:
-    """The identity of several datasets, in this order."""
-    return DatasetIdentity(
-        content=_joined(identity.content for identity in identities),
-        layout=_joined(identity.layout for identity in identities),
-    )
 
 
 def check_columns(names: Sequence[str], datasets: Sequence[Dataset]) -> None:
@@ -437,13 +427,6 @@ def _passes_max(source: SourceAsked, exhausted: Exhausted) -> int:
     if source.passes_max or exhausted is Exhausted.CYCLE:
         return source.passes_max
     return max(math.ceil(source.passes), 1)
-
-
-def _joined(parts: Iterable[str]) -> str:
-    hashed = hashlib.blake2b(digest_size=16, person=b"dp-mixture-1")
-    for part in parts:
-        hashed.update(f"{part}\n".encode())
-    return hashed.hexdigest()
 
 
 # -- orders ---------------------------------------------------------------------------------------

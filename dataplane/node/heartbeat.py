@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from dataplane.base.meters import FIRST_BATCH_STAGES, StoreMeters
 from dataplane.base.trace import Trace
 from dataplane.base.watchdog import Watchdog
-from dataplane.index.slow import all_work
+from dataplane.index.indexing import all_work
 from dataplane.metrics.table import Reading
 from dataplane.model.config import PROTOCOL_VERSION, VERSION, NodeConfig
 from dataplane.model.errors import ConfigError, DataplaneError, LeaseExpired, PeerLost

@@ -13,9 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from dataplane.index.batches import KeepPreamble
-from dataplane.index.indexing import open_manifest
-from dataplane.index.slow import LongWork
+from dataplane.index.indexing import KeepPreamble, LongWork, open_manifest
 from dataplane.index.viewing import viewed
 from dataplane.model.config import NodeConfig
 from dataplane.model.errors import DataplaneError

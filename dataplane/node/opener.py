@@ -18,8 +18,7 @@ from functools import partial
 from msgspec import Struct
 from msgspec.structs import replace
 
-from dataplane.index.folders import said_of_folders
-from dataplane.index.viewing import canonical_view, with_view
+from dataplane.index.viewing import canonical_view, said_of_folders, with_view
 from dataplane.model.changes import changes_of
 from dataplane.model.config import JobSpec, NodeConfig
 from dataplane.model.errors import ConfigError, DataplaneError, SpecMismatch, rebuild
@@ -32,7 +31,6 @@ from dataplane.node.datasets import (
     Orders,
     check_columns,
     check_mixture,
-    mixed_identity,
     mixed_spec,
     requests_of,
     with_schedule,
@@ -46,7 +44,7 @@ from dataplane.plan.manifest import Manifest
 from dataplane.plan.orders import sample_count_of
 from dataplane.plan.packed_blocks import with_counts
 from dataplane.plan.packs import Packing
-from dataplane.plan.views import identity_of, samples_of
+from dataplane.plan.views import identity_of, mixed_identity, samples_of
 from dataplane.rpc import messages
 from dataplane.rpc.bounds import check_name
 from dataplane.scheduler import budgets

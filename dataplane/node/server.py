@@ -20,7 +20,7 @@ from dataplane.arena.memfd import Arena
 from dataplane.base import background
 from dataplane.base.trace import Trace
 from dataplane.base.watchdog import Watchdog
-from dataplane.index.slow import work_on
+from dataplane.index.indexing import work_on
 from dataplane.metrics.table import Reading
 from dataplane.model.config import PROTOCOL_VERSION, VERSION, NodeConfig
 from dataplane.model.errors import ConfigError, DataplaneError, PeerLost, VersionMismatch
@@ -32,10 +32,11 @@ from dataplane.node.jobs import Jobs
 from dataplane.node.making import Neighbourhood
 from dataplane.node.manifests import EarlyOpening, ManifestSources, NodeStores
 from dataplane.node.member import ServedMember, describe
-from dataplane.node.neighbours import KnownNeighbours, Lending, data_address
+from dataplane.node.neighbours import KnownNeighbours, Lending, data_address, open_data_port
 from dataplane.node.opener import DatasetOpener
 from dataplane.node.pool import WorkerPool
 from dataplane.node.shared_manifests import LentManifests, SharedManifests
+from dataplane.node.stored import FolderTakenError, open_cache_folder
 from dataplane.rpc import local, messages, sockets
 from dataplane.rpc.base import Coordination
 from dataplane.rpc.bounds import VALUES_MAX
@@ -43,13 +44,10 @@ from dataplane.rpc.codec import encode
 from dataplane.scheduler.autoscaler import Autoscaler
 from dataplane.scheduler.scheduler import Scheduler
 
-_TICK_S = 0.5
-_LAST_PIDS = 64
-_FIRST_CONNECTION_S = 30.0
-_OUTBOX_MAX = 1024
-_WORK_S = 1.0
-_MESSAGES_A_TURN = 16
-_REQUESTS_MAX = 4
+__all__ = ["FolderTakenError", "open_cache_folder", "open_data_port"]
+
+_TICK_S, _WORK_S, _FIRST_CONNECTION_S = 0.5, 1.0, 30.0
+_LAST_PIDS, _OUTBOX_MAX, _MESSAGES_A_TURN, _REQUESTS_MAX = 64, 1024, 16, 4
 _REFUSED_PAUSE_S, _TURN_S = 0.05, 0.005
 _JOB_COST_S, _UNPAID_S_MAX = 0.1, 3.2
 """A process may open 32 jobs at once, and then ten a second: each takes the loop some milliseconds,

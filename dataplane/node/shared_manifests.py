@@ -28,9 +28,8 @@ from dataplane.arena.memfd import Arena
 from dataplane.base import background
 from dataplane.base.suffixes import MANIFEST
 from dataplane.base.trace import Trace
-from dataplane.index.indexing import MANIFEST_BYTES_MAX
+from dataplane.index.indexing import MANIFEST_BYTES_MAX, LongWork, work_on
 from dataplane.index.journal import keep_given
-from dataplane.index.slow import LongWork, work_on
 from dataplane.model.config import VERSION, NodeConfig
 from dataplane.model.errors import CorruptShard, DataplaneError, NeighbourGone, PeerLost
 from dataplane.model.records import BlockForm, Region, View

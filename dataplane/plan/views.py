@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +29,22 @@ from dataplane.plan.texts import Bools, Int64, Piece, Texts, records
 # A manifest's fingerprint is not suitable: it covers urls and sizes estimated by our code, because
 # nodes share blocks by it. Here, shards are named relative to their longest common folder, so that
 # a dataset keeps its identity in another bucket or folder.
+
+
+def mixed_identity(identities: Sequence[DatasetIdentity]) -> DatasetIdentity:
+    """The identity of several datasets, in this order."""
+    return DatasetIdentity(
+        content=joined_hash(identity.content for identity in identities),
+        layout=joined_hash(identity.layout for identity in identities),
+    )
+
+
+def joined_hash(parts: Iterable[str]) -> str:
+    """Return a hash of these texts, in this order: 32 hex digits."""
+    hashed = hashlib.blake2b(digest_size=16, person=b"dp-mixture-1")
+    for part in parts:
+        hashed.update(f"{part}\n".encode())
+    return hashed.hexdigest()
 
 
 def identity_of(manifest: Manifest) -> DatasetIdentity:

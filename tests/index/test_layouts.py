@@ -16,8 +16,8 @@ from servers import S3Server, reach
 from shards import arrow_bytes, parquet_bytes
 
 from dataplane.commands.datasets import read_block, schema_of
-from dataplane.index.folders import folder_keys, said_of_folders
 from dataplane.index.indexing import index_dataset
+from dataplane.index.viewing import folder_keys, said_of_folders
 from dataplane.model.errors import ConfigError, ShardNotFound
 from dataplane.model.records import ObjectInfo
 from dataplane.plan.manifest import Manifest

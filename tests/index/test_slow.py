@@ -11,9 +11,9 @@ import pytest
 from msgspec.structs import replace
 
 from dataplane.coordinator.refusals import check_work
-from dataplane.index import slow
+from dataplane.index import indexing
+from dataplane.index.indexing import LongWork, all_work, work_on
 from dataplane.index.run import IndexProgress
-from dataplane.index.slow import LongWork, all_work, work_on
 from dataplane.model.records import View
 from dataplane.node.manifests import ManifestSources
 from dataplane.rpc.messages import DatasetSource
@@ -42,7 +42,7 @@ def test_a_node_tells_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "dataplane.node")
-    monkeypatch.setattr(slow, "_LINES_S", 0.0)
+    monkeypatch.setattr(indexing, "_LINES_S", 0.0)
     pq.write_table(pa.table({"id": range(100)}), tmp_path / "a.parquet")
     config = replace(default_node_config(), cache_dir="", embedded=True)
     opened = ManifestSources(config, Stores(), lambda *_: None).open

@@ -14,7 +14,7 @@ from manifests import small
 from msgspec import Struct, structs
 
 from dataplane.coordinator.front import Coordinator, CoordinatorConfig
-from dataplane.index.slow import work_on
+from dataplane.index.indexing import work_on
 from dataplane.model.config import VERSION, NodeConfig
 from dataplane.model.errors import AccessDenied, PeerLost, StoreError
 from dataplane.model.records import View
