@@ -34,8 +34,7 @@ from dataplane.node.pool import WorkerPool
 from dataplane.plan.manifest import Manifest
 from dataplane.rpc import tasks
 from dataplane.rpc.codec import decode, encode
-from dataplane.rpc.lending import Asked, Request
-from dataplane.rpc.making import MakeSlab, StepRange
+from dataplane.rpc.lending import Asked, MakeSlab, Request, StepRange
 from dataplane.rpc.messages import (
     Batch,
     DatasetSource,
@@ -162,7 +161,9 @@ class MakerNode:
         place = {"epoch": 0, "cursor": 0, "dp_rank": 0, "dp_size": 1, "step_stride": 1}
         of_node = {"slot_bytes": SLOT_BYTES, "opening": None, "software": self.software}
         fields = place | of_node | others
-        return MakeSlab(digest=self.spec.digest(), steps=StepRange(first, count), **fields)
+        stream = Stream(**{name: fields.pop(name) for name in (*place, "mix") if name in fields})
+        steps = StepRange(first, count)
+        return MakeSlab(digest=self.spec.digest(), stream=stream, steps=steps, **fields)
 
     def ask(
         self,
@@ -275,7 +276,11 @@ class MakerNode:
         result = given.result
         assert isinstance(result, tasks.Assembled), result
         assert result.bytes_used == len(given.content)
-        steps, stride, layout = wanted.steps, wanted.step_stride, decode(Layout, result.layout)
+        steps, stride, layout = (
+            wanted.steps,
+            wanted.stream.step_stride,
+            decode(Layout, result.layout),
+        )
         assert 1 <= result.batch_count <= steps.count
         numbers = [steps.first + i * stride for i in range(result.batch_count)]
         rows = [len(expected[step][0][0]) // 4 for step in numbers]  # the first column is int32

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,6 +60,7 @@ class Node:
     ) -> None:
         if kind is not None:
             self.process.kill()
+            sys.stderr.write(self.errors.read_text())  # it may say why
         status = self.process.wait(60)
         if kind is None:
             assert status in {0, -signal.SIGKILL}, self.errors.read_text()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dataplane.model.records import Stream
 from dataplane.plan.order import SampleOrder
-from dataplane.rpc.making import StepRange
+from dataplane.rpc.lending import StepRange
 from dataplane.rpc.messages import Batch
 from dataplane.scheduler.walk import SlabSizes, Walk
 

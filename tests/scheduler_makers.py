@@ -11,7 +11,7 @@ from scheduler_world import slab_bytes
 
 from dataplane.model.errors import NeighbourGone, StoreDenied
 from dataplane.rpc import messages, tasks
-from dataplane.rpc.making import StepRange
+from dataplane.rpc.lending import StepRange
 from dataplane.scheduler import events
 from dataplane.scheduler.elsewhere import COMING_MAX, SILENT_S
 from dataplane.scheduler.events import GiveUpSlab

@@ -18,7 +18,7 @@ from dataplane.model.errors import NeighbourGone
 from dataplane.model.records import Stream
 from dataplane.plan.order import Order
 from dataplane.rpc import messages, tasks
-from dataplane.rpc.making import StepRange
+from dataplane.rpc.lending import StepRange
 from dataplane.scheduler import events
 from dataplane.scheduler.autoscaler import Autoscaler
 from dataplane.scheduler.dataset import DatasetBlocks, DatasetLookup, Marks

@@ -10,12 +10,12 @@ from dataplane.model.config import JobSpec
 from dataplane.model.errors import DataplaneError
 from dataplane.model.ledger import LedgerEntry, LedgerMark, LedgerPosition
 from dataplane.model.records import DatasetIdentity, MixHistory, Topology
-from dataplane.rpc.held import HeldBlocks
 from dataplane.rpc.membership import (
     ChangeRequest,
     ChangeResponse,
     HeartbeatRequest,
     HeartbeatResponse,
+    HeldBlocks,
     JoinRequest,
     JoinResponse,
     KnownNodes,

@@ -472,12 +472,12 @@ class Stream(Struct, frozen=True):
     `mix` has the weights of a mixture; None means those of its spec.
     """
 
-    epoch: int
-    cursor: int
-    dp_rank: int
-    dp_size: int
-    first_step: int = 0
-    step_stride: int = 1
+    epoch: Unsigned
+    cursor: Unsigned
+    dp_rank: Unsigned
+    dp_size: Unsigned
+    first_step: Unsigned = 0
+    step_stride: Unsigned = 1
     mix: MixHistory | None = None
 
 

@@ -36,7 +36,7 @@ from dataplane.node.neighbours import Lending
 from dataplane.node.opener import DatasetOpener, OpenedJob
 from dataplane.rpc import tasks
 from dataplane.rpc.codec import encode
-from dataplane.rpc.making import StepRange
+from dataplane.rpc.lending import StepRange
 from dataplane.rpc.messages import FromNodeBody, Slab, Working
 from dataplane.scheduler.walk import SlabSizes, Walk
 

@@ -29,10 +29,10 @@ from dataplane.node.delivery import DeliveryArena
 from dataplane.node.fetch import Fetcher
 from dataplane.node.fetchers import Fetchers
 from dataplane.node.neighbours import KnownNeighbours, Lending
-from dataplane.rpc import fetches, making, tasks
+from dataplane.rpc import fetches, tasks
 from dataplane.rpc.codec import decode, encode
 from dataplane.rpc.fetches import Neighbour, Outcome
-from dataplane.rpc.lending import Asked, Request
+from dataplane.rpc.lending import Asked, MakeSlab, Request
 from dataplane.rpc.messages import Layout, OpenJob
 from dataplane.scheduler import events
 from dataplane.scheduler.dataset import BlockName
@@ -376,20 +376,8 @@ class Delegating:
             gone = NeighbourGone(f"the node {effect.maker} makes no slabs any more")
             self._tell(events.SlabAssembled(effect.number, gone, 0.0))
             return
-        at = effect.stream
-        wanted = making.MakeSlab(
-            job.digest,
-            at.epoch,
-            at.cursor,
-            at.dp_rank,
-            at.dp_size,
-            at.step_stride,
-            effect.steps,
-            effect.slot_bytes,
-            job.software,
-            effect.coming,
-            mix=at.mix,
-        )
+        steps, slot_bytes = effect.steps, effect.slot_bytes
+        wanted = MakeSlab(job.digest, effect.stream, steps, slot_bytes, job.software, effect.coming)
         opening = cast(OpenJob, known.opening)  # as it is sent
         order = fetches.ReadSlab(
             0,

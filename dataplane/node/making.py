@@ -60,8 +60,7 @@ from dataplane.node.shared_manifests import LentManifests
 from dataplane.plan.orders import sample_count_of, with_mix
 from dataplane.plan.slices import Slice
 from dataplane.rpc.codec import decode
-from dataplane.rpc.lending import Asked
-from dataplane.rpc.making import MakeSlab
+from dataplane.rpc.lending import Asked, MakeSlab
 from dataplane.rpc.membership import JobNodes, NodeReads
 from dataplane.rpc.messages import OpenJob
 from dataplane.scheduler.walk import Walk
@@ -285,9 +284,10 @@ class Making:
 
         Raises:  DataplaneError: it cannot be made here.
         """
-        mix = mix_of(opened.job.spec, wanted.mix)
+        mix = mix_of(opened.job.spec, wanted.stream.mix)
+        at = replace(wanted.stream, first_step=wanted.steps.first, mix=mix)
         spec = with_mix(opened.job.spec, mix)
-        samples = sample_count_of(spec, opened.job.manifests, wanted.epoch)
+        samples = sample_count_of(spec, opened.job.manifests, at.epoch)
         if wanted.software != opened.software:
             raise SpecMismatch(
                 f"batches are made by {opened.software or 'nothing'} here, and by "
@@ -298,15 +298,6 @@ class Making:
                 expected=wanted.software,
                 found=opened.software,
             )
-        at = Stream(
-            wanted.epoch,
-            wanted.cursor,
-            wanted.dp_rank,
-            wanted.dp_size,
-            wanted.steps.first,
-            wanted.step_stride,
-            mix,
-        )
         steps = EpochSteps.of(
             spec, samples, at.epoch, cursor=at.cursor, dp_size=at.dp_size,
             gaps=opened.changes.gaps(at.epoch), mix=mix,
@@ -315,7 +306,7 @@ class Making:
         place = self._place(job, opened, at.dp_size, wanted.slot_bytes, now)
         if not 1 <= wanted.steps.count <= place.sizes.batches_max:
             raise ConfigError(f"a slab of {wanted.steps.count} batches", field="count")
-        key = (ask.node_id, at.epoch, at.cursor, at.dp_rank, at.step_stride, at.mix)
+        key = ask.node_id, replace(at, first_step=0)
         stream = place.streams.get(key)
         if stream is None:
             stream = place.streams[key] = self._stream(job, place, now)

@@ -420,10 +420,6 @@ def _listening(address: TcpAddress) -> socket.socket:
 # -- nodes of each job -----------------------------------------------------------------------------
 
 
-def _nobody_listens(_: object) -> None:
-    pass
-
-
 class JobTables:
     """The coordinator's last report on each job. `on_nodes` is called with the changes, and
     `on_nodes_gone` with the id of a job with which this node has nothing to do any more.
@@ -431,8 +427,8 @@ class JobTables:
 
     def __init__(
         self,
-        on_nodes: Callable[[JobNodes], None] = _nobody_listens,
-        on_nodes_gone: Callable[[str], None] = _nobody_listens,
+        on_nodes: Callable[[JobNodes], object],
+        on_nodes_gone: Callable[[str], object],
     ) -> None:
         self._on_nodes, self._on_nodes_gone = on_nodes, on_nodes_gone
         self._by_job: dict[str, JobNodes] = {}

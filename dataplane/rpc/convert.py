@@ -23,7 +23,7 @@ from google.protobuf.message import Message
 from msgspec import Struct
 
 from dataplane.model import changes, config, errors, ledger, records
-from dataplane.rpc import codec, held, membership, sharing
+from dataplane.rpc import codec, membership, sharing
 from dataplane.rpc.bounds import VALUES_MAX, check_values
 from dataplane.rpc.v1 import coordinator_pb2, sharing_pb2, types_pb2
 
@@ -193,8 +193,8 @@ def value_class(descriptor: Descriptor) -> _Class:
         return errors.DataplaneError
     if descriptor.name in _SHARED:
         return _SHARED[descriptor.name]
-    modules = (membership, held) if descriptor.file is coordinator_pb2.DESCRIPTOR else (sharing,)
-    return next(cls for room in modules if (cls := getattr(room, descriptor.name, None)))
+    is_of_coordinator = descriptor.file is coordinator_pb2.DESCRIPTOR
+    return getattr(membership if is_of_coordinator else sharing, descriptor.name)
 
 
 @functools.cache

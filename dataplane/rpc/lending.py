@@ -9,11 +9,38 @@ over.
 from __future__ import annotations
 
 from dataplane.model.config import PeerTls
-from dataplane.model.records import BlockForm, Region, Unsigned
+from dataplane.model.records import BlockForm, Region, Stream, Unsigned
 from dataplane.rpc.codec import Message
+from dataplane.rpc.messages import OpenJob
 
 NO_DATASET = bytes(16)
 """The dataset of a slab, and of a manifest, which is requested like the bytes of a raw block."""
+
+
+class StepRange(Message, frozen=True):
+    """So many steps of a stream, from this one on."""
+
+    first: Unsigned
+    count: Unsigned
+
+
+class MakeSlab(Message, frozen=True):
+    """Make the slab of these steps of a stream; those in `coming` will be asked for next. The slab
+    depends on nothing else than what is said here, so it may be asked for any number of times, and
+    of several makers.
+
+    The note that comes with the answer is an encoded tasks.Result. Its body is an Assembled, which
+    describes the slab; with `batch_count` 0 and without a slab, if the asker has too little room
+    for the first batch. Or it is the error for which the slab cannot be made from its data.
+    """
+
+    digest: str  # of the spec
+    stream: Stream  # its steps count from where it begins
+    steps: StepRange
+    slot_bytes: Unsigned  # of the slot it goes to: the maker uses equal ones
+    software: str = ""  # that decodes images, and hashes of the code of functions; "": none
+    coming: tuple[StepRange, ...] = ()  # what the same maker will be asked for next
+    opening: OpenJob | None = None  # sent to a maker that does not know the job
 
 
 class LendingKeys(Message, frozen=True):

@@ -14,7 +14,6 @@ from dataplane.model.config import JobSpec
 from dataplane.model.errors import DataplaneError
 from dataplane.model.ledger import LedgerEntry, LedgerMark, LedgerPosition
 from dataplane.model.records import DatasetIdentity, MixHistory, Topology
-from dataplane.rpc.held import HeldBlocks
 from dataplane.rpc.sharing import NodeWork
 
 
@@ -194,6 +193,18 @@ class NodeReads(Struct, frozen=True):
     disk_bytes: int = 0
     made_slabs: int = 0
     made_bytes: int = 0
+
+
+class HeldBlocks(Struct, frozen=True):
+    """The memory allocated for a node's blocks, and the bytes of its `disk_blocks` files on disk,
+    each with its limit. A limit of 0: the node has no disk for blocks.
+    """
+
+    memory_bytes: int = 0
+    memory_limit_bytes: int = 0
+    disk_bytes: int = 0
+    disk_limit_bytes: int = 0
+    disk_blocks: int = 0
 
 
 class HeartbeatRequest(Struct, frozen=True):

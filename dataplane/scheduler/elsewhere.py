@@ -24,7 +24,7 @@ from msgspec import Struct
 from dataplane.model.errors import NeighbourGone
 from dataplane.model.records import Region
 from dataplane.rpc import tasks
-from dataplane.rpc.making import StepRange
+from dataplane.rpc.lending import StepRange
 from dataplane.scheduler.autoscaler import Autoscaler, Utilization
 from dataplane.scheduler.events import GiveUpSlab, MakeElsewhere, MakersKnown, SlabAssembled
 from dataplane.scheduler.records import KnownMaker, Moment, SlabPhase, SlabTask

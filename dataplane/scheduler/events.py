@@ -19,7 +19,7 @@ from dataplane.arena.slots import SlotLayout
 from dataplane.model.errors import DataplaneError
 from dataplane.model.records import Region, Stream
 from dataplane.plan.order import SampleOrder
-from dataplane.rpc.making import StepRange
+from dataplane.rpc.lending import StepRange
 from dataplane.rpc.messages import FromNodeBody
 from dataplane.rpc.tasks import Collation, Render, ResultBody
 from dataplane.scheduler.dataset import BlockName, DatasetBlocks, DatasetLookup

@@ -30,7 +30,7 @@ import numpy as np
 
 from dataplane.arena.allocator import Allocator
 from dataplane.rpc import messages
-from dataplane.rpc.held import HeldBlocks
+from dataplane.rpc.membership import HeldBlocks
 from dataplane.scheduler import events
 from dataplane.scheduler.asks import Asks, Borrowed
 from dataplane.scheduler.autoscaler import Autoscaler, Utilization

@@ -32,7 +32,7 @@ from dataplane.plan.order import SampleOrder, TombstonedOrder
 from dataplane.plan.packs import DrawsPacks, drawn_rows
 from dataplane.plan.slices import Slice
 from dataplane.plan.windows import distinct
-from dataplane.rpc.making import StepRange
+from dataplane.rpc.lending import StepRange
 from dataplane.rpc.messages import Batch
 from dataplane.rpc.tasks import Collation, Render
 from dataplane.transforms.image_steps import steps_of

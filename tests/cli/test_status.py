@@ -27,9 +27,9 @@ from dataplane.coordinator.server import CoordinatorServer
 from dataplane.model.config import PROTOCOL_VERSION, VERSION, JobSpec
 from dataplane.model.errors import ConfigError
 from dataplane.model.records import Topology
-from dataplane.rpc.held import HeldBlocks
 from dataplane.rpc.membership import (
     HeartbeatRequest,
+    HeldBlocks,
     JobStatus,
     JoinRequest,
     KnownNodes,

@@ -16,7 +16,7 @@ from dataplane.model.errors import StoreDenied
 from dataplane.model.records import ColumnOptions, Stream, View
 from dataplane.node.asked_stream import HELD_S, PATIENCE_S, STREAM_IDLE_S
 from dataplane.node.making import TRY_AGAIN_S
-from dataplane.rpc.making import MakeSlab, StepRange
+from dataplane.rpc.lending import MakeSlab, StepRange
 
 pytestmark = pytest.mark.usefixtures("importing_fork_server")
 
@@ -47,7 +47,9 @@ def test_what_cannot_be_made_is_refused_and_logged_once(
     why: str,
 ) -> None:
     async def scene(node: MakerNode) -> None:
-        odd = replace(node.wanted(0), opening=node.request, **others)
+        of_stream = {name: others[name] for name in others.keys() & {*Stream.__struct_fields__}}
+        of_slab = {name: others[name] for name in others.keys() - of_stream.keys()}
+        odd = replace(node.wanted(0, **of_stream), opening=node.request, **of_slab)
         before = len(node.engine._deliveries)
         for _ in range(3):
             found = await node.answer(node.ask(odd))
@@ -172,7 +174,9 @@ class Askers:
             assert len(answer.content) <= room
             assembled = of(answer)
             if assembled.batch_count:
-                self.node.check(wanted, answer, self.expected[wanted.epoch, wanted.dp_rank])
+                self.node.check(
+                    wanted, answer, self.expected[wanted.stream.epoch, wanted.stream.dp_rank]
+                )
                 self.made_count += 1
             else:
                 assert assembled.bytes_needed > room

@@ -17,13 +17,14 @@ from dataplane.model.records import MixHistory, Region, ShareChange, Stream, Top
 from dataplane.node.dataset import dataset_of
 from dataplane.node.delivery import DelegatedJob, DeliveryArena
 from dataplane.node.effects import Delegating
-from dataplane.rpc import fetches, making, messages, tasks
+from dataplane.rpc import fetches, lending, messages, tasks
 from dataplane.rpc.codec import decode, encode
 from dataplane.scheduler import events
 from dataplane.scheduler.events import GiveUpSlab
 
 DIGEST, ROOM, PLACE = "d" * 32, 4096, Topology(1, 2, 1, 2, 1, 2)
 WEIGHTS = MixHistory((ShareChange(0, 0, (1, 2)), ShareChange(3, 64, (2, 1))), 90)
+AT = Stream(3, 64, 1, 2, step_stride=2, mix=WEIGHTS)
 MAKER = fetches.SlabMaker("10.0.0.2:1", "job", 1, bytes(32), "own", "maker")
 OTHER = fetches.SlabMaker("10.0.0.3:1", "job", 1, bytes(32), "own", "other")
 
@@ -78,11 +79,10 @@ class Delegated:
         self.made.append(result)
 
     def make(self, maker: str = "maker", hedge: str = "") -> None:
-        at = Stream(3, 64, 1, 2, step_stride=2, mix=WEIGHTS)
-        steps, coming = making.StepRange(4, 2), (making.StepRange(8, 2),)
+        steps, coming = lending.StepRange(4, 2), (lending.StepRange(8, 2),)
         self.delegating.make(
             events.MakeElsewhere(
-                7, self.delivery.delivery_id, at, steps, coming, Region(0, ROOM), 8192, maker, hedge
+                7, self.delivery.delivery_id, AT, steps, coming, Region(0, ROOM), 8192, maker, hedge
             )
         )
 
@@ -124,16 +124,15 @@ def test_a_maker_is_told_all_that_a_slab_depends_on(delegated: Delegated) -> Non
     delegated.make(hedge="other")
     ((order, _),) = delegated.reads.orders
     assert (order.maker, order.hedge) == (MAKER, OTHER)
-    asked = decode(making.MakeSlab, order.request)
-    assert asked == making.MakeSlab(
-        DIGEST, 3, 64, 1, 2, 2, making.StepRange(4, 2), 8192, "", (making.StepRange(8, 2),),
-        mix=WEIGHTS,
-    )  # fmt: skip
-    opening = decode(making.MakeSlab, order.request_opening)
+    asked = decode(lending.MakeSlab, order.request)
+    assert asked == lending.MakeSlab(
+        DIGEST, AT, lending.StepRange(4, 2), 8192, "", (lending.StepRange(8, 2),)
+    )
+    opening = decode(lending.MakeSlab, order.request_opening)
     assert opening.opening is not None
     assert opening.opening.source.urls == ("s3://bucket/data",)
     assert (opening.digest, opening.steps, opening.coming) == (DIGEST, asked.steps, asked.coming)
-    assert opening.mix == WEIGHTS
+    assert opening.stream == AT
 
 
 def test_what_describes_a_slab_points_nowhere_else(delegated: Delegated) -> None:

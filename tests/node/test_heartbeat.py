@@ -23,10 +23,10 @@ from dataplane.node import heartbeat
 from dataplane.node.delivery import ReplacedRows
 from dataplane.node.heartbeat import Heartbeat, beat_after_s
 from dataplane.node.member import Following, ServedMember
-from dataplane.rpc.held import HeldBlocks
 from dataplane.rpc.membership import (
     HeartbeatRequest,
     HeartbeatResponse,
+    HeldBlocks,
     MemberVerdict,
     MixProposal,
     NodeReads,

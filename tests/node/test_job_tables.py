@@ -30,8 +30,7 @@ from dataplane.node.heartbeat import Heartbeat
 from dataplane.node.neighbours import JobTables
 from dataplane.rpc import membership, names
 from dataplane.rpc.calls import CoordinatorClient
-from dataplane.rpc.held import HeldBlocks
-from dataplane.rpc.membership import JobNodes, KnownNodes, NeighbourNode, NodeReads
+from dataplane.rpc.membership import HeldBlocks, JobNodes, KnownNodes, NeighbourNode, NodeReads
 from dataplane.security import tokens
 from dataplane.security.node_identity import own_identity
 from dataplane.security.security import Security
@@ -156,7 +155,7 @@ def test_a_maker_learns_of_the_jobs_that_name_it_and_forgets_those_that_it_has_l
         membership.HeartbeatResponse((), (), ("j", "k")),
         membership.HeartbeatResponse(),
     )
-    coordinator, tables = Beaten(*answers), JobTables()
+    coordinator, tables = Beaten(*answers), JobTables(bool, bool)
     beat = one_beat(coordinator, tables, default_node_config())
 
     async def play() -> None:
@@ -180,7 +179,7 @@ def test_a_node_says_how_many_workers_it_may_have_and_whether_they_are_too_few(
 ):
     config = replace(default_node_config(), worker_count=count, worker_count_max=count_max)
     coordinator = Beaten(membership.HeartbeatResponse())
-    asyncio.run(one_beat(coordinator, JobTables(), config, is_short=is_short)._beat())
+    asyncio.run(one_beat(coordinator, JobTables(bool, bool), config, is_short=is_short)._beat())
     (asked,) = coordinator.asked
     most = max(count, count_max)
     assert (asked.node.worker_count, asked.is_short) == (most, is_short)
@@ -190,7 +189,7 @@ def test_a_node_says_how_many_workers_it_may_have_and_whether_they_are_too_few(
 def test_a_heartbeat_comes_soon_after_a_join_and_learns_of_the_jobs_that_are_served():
     async def play() -> None:
         told = membership.HeartbeatResponse((), (nodes(1, 7), nodes(1, 8, "another")))
-        coordinator, tables = Beaten(*[told] * 3), JobTables()
+        coordinator, tables = Beaten(*[told] * 3), JobTables(bool, bool)
         config = default_node_config()
         beat = one_beat(coordinator, tables, config)
         jobs = beat._jobs

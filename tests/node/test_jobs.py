@@ -95,7 +95,7 @@ async def running(
 def test_a_trainer_that_goes_away_while_it_joins_leaves_no_dataset(tmp_path: Path) -> None:
     async def play() -> None:
         coordinator = SlowCoordinator()
-        async with running(coordinator, tmp_path, JobTables()) as (found, request):
+        async with running(coordinator, tmp_path, JobTables(bool, bool)) as (found, request):
             opening = asyncio.create_task(found.open(request))
             await coordinator.asked.wait()
             assert found.opener.datasets
@@ -136,7 +136,7 @@ def test_a_member_that_leaves_during_a_beat_or_is_joined_again_meanwhile_has_lef
 
     async def play() -> None:
         coordinator = LateCoordinator()
-        async with running(coordinator, tmp_path, JobTables()) as (found, request):
+        async with running(coordinator, tmp_path, JobTables(bool, bool)) as (found, request):
             beat = Heartbeat(
                 default_node_config(), coordinator, found, found._engine, "n0", Trace("test"),
                 Outages(), Watchdog(Trace("test")), NodeReads,

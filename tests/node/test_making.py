@@ -19,7 +19,7 @@ from dataplane.node.asked_stream import HELD_S, PATIENCE_S, STREAM_IDLE_S
 from dataplane.node.making import JOB_IDLE_S
 from dataplane.rpc import tasks
 from dataplane.rpc.codec import decode
-from dataplane.rpc.making import StepRange
+from dataplane.rpc.lending import StepRange
 from dataplane.rpc.messages import (
     DatasetSource,
     Layout,

@@ -18,7 +18,7 @@ from dataplane.model import errors
 from dataplane.model.config import JobSpec
 from dataplane.model.errors import ConfigError
 from dataplane.model.records import ColumnOptions, Topology
-from dataplane.rpc import convert, held, membership, sharing, status
+from dataplane.rpc import convert, grpc_errors, membership, sharing
 from dataplane.rpc.bounds import VALUES_MAX
 from dataplane.rpc.calls import CoordinatorClient
 from dataplane.rpc.membership import StatusRequest
@@ -90,14 +90,14 @@ def test_an_error_larger_than_headers_arrives_shortened():
 def test_the_trailer_fits_into_headers(message, nouns):
     error = errors.ConfigError(message)
     error.nouns = nouns
-    ((key, wire),) = status.trailer_of(error)
+    ((key, wire),) = grpc_errors.trailer_of(error)
     assert key == "dataplane-error-bin"
     assert len(wire) <= 4096
     assert types_pb2.Error.FromString(wire).name == "ConfigError"
 
 
 def test_codes_say_who_acts():
-    codes = {name: status.code_of(cls("")).name for name, cls in CLASSES}
+    codes = {name: grpc_errors.code_of(cls("")).name for name, cls in CLASSES}
     assert codes["SpecMismatch"] == codes["VersionMismatch"] == "FAILED_PRECONDITION"
     assert codes["LeaseFenced"] == codes["LeaseExpired"] == "ABORTED"
     assert codes["PeerLost"] == codes["StoreUnavailable"] == "UNAVAILABLE"
@@ -119,7 +119,7 @@ def test_failures_without_an_error_of_ours_are_about_the_peer():
         grpc.StatusCode.INTERNAL: errors.DataplaneError,
     }
     for code, kind in kinds.items():
-        found = status.error_of(failure(code, [(status.ERROR_KEY, b"\xff")]), "host:1")
+        found = grpc_errors.error_of(failure(code, [(grpc_errors.ERROR_KEY, b"\xff")]), "host:1")
         assert type(found) is kind
         assert "host:1" in str(found)
         assert "why" in str(found)
@@ -150,7 +150,7 @@ def test_a_server_without_places_hangs_up_and_the_error_says_that_too(is_reset):
 
 VALUES = [
     cls
-    for module in (membership, sharing, held)
+    for module in (membership, sharing)
     for cls in vars(module).values()
     if isinstance(cls, type)
     and issubclass(cls, msgspec.Struct)

@@ -8,7 +8,7 @@ import itertools
 import pytest
 from scheduler_rates import BATCHES, Node
 
-from dataplane.rpc.making import StepRange
+from dataplane.rpc.lending import StepRange
 from dataplane.scheduler import autoscaler, events
 from dataplane.scheduler.autoscaler import TRIAL_LOOKS, Autoscaler, Utilization
 from dataplane.scheduler.elsewhere import (

@@ -17,7 +17,7 @@ from dataplane.plan.mixed_order import MixedOrder, SourceOrder
 from dataplane.plan.mixture import Mixed, plan_of
 from dataplane.plan.order import Order
 from dataplane.plan.slices import Slice
-from dataplane.rpc.making import StepRange
+from dataplane.rpc.lending import StepRange
 from dataplane.rpc.messages import Batch
 from dataplane.rpc.tasks import Render
 from dataplane.scheduler.walk import Plan, SlabSizes, Walk
