@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 import signal
-import socket
-import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any
 
 import fleet
 import held_loops
@@ -19,12 +15,18 @@ import hygiene
 import pytest
 from hypothesis import HealthCheck, settings
 from servers import awry, careless_s3_server, port_of_nobody, s3_server
-from warm import SERVICE, TRAINER, WarmPython, warm_python
+from warm import (
+    SERVICE,
+    SERVICES,
+    TRAINER,
+    WarmPython,
+    start_fork_servers_by_forks,
+    start_nodes_by_forks,
+    warm_python,
+)
 
 from dataplane.base import trace
 from dataplane.base.trace import LogLimits
-from dataplane.client import launch
-from dataplane.security.environment import without_secrets
 from dataplane.worker import forking
 
 __all__ = ["awry", "careless_s3_server", "port_of_nobody", "s3_server"]
@@ -114,38 +116,11 @@ def run_mark(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session", autouse=True)
 def warm_services(run_mark: str) -> Iterator[None]:
     """Services, nodes, and fork servers of this process have their modules when they start."""
-    executed, usual = forking._executed, (sys.executable, forking._MODULE)
-
-    @functools.wraps(executed)
-    def forked(sock: socket.socket, stderr_fd: int | None) -> Any:
-        if (sys.executable, forking._MODULE) != usual or not python.fits(os.environ):
-            return executed(sock, stderr_fd)
-        return python.run_module(
-            "dataplane.node", "--fork-server-fd", str(sock.fileno()),
-            environ={**forking.ENVIRONMENT, **without_secrets(os.environ)},
-            stderr=2 if stderr_fd is None else stderr_fd, inherits=[sock.fileno()],
-        )  # fmt: skip
-
-    executed_node, usual_node = launch._executed, launch.node_command()
-
-    @functools.wraps(executed_node)
-    def forked_node(command: tuple[str, ...], handed_down: tuple[int, ...], log_fd: int) -> Any:
-        given, rest = command[: -len(usual_node)], command[-len(usual_node) :]
-        # Commands start theirs by `env NAME=VALUE ...`.
-        if rest != usual_node or given[:1] not in {(), ("env",)} or not python.fits(os.environ):
-            return executed_node(command, handed_down, log_fd)
-        listener, stderr, opening = map(str, handed_down)
-        return python.run_module(
-            "dataplane.node", "--embedded", "--listener-fd", listener, "--stderr-fd", stderr,
-            "--opening-fd", opening,
-            environ={**launch._environment(), **dict(one.split("=", 1) for one in given[1:])},
-            stderr=log_fd, inherits=handed_down,
-        )  # fmt: skip
-
     with warm_python(*SERVICE) as python, pytest.MonkeyPatch.context() as patch:
         fleet.WARM_SERVICES.append(python)
-        patch.setattr(forking, "_executed", forked)
-        patch.setattr(launch, "_executed", forked_node)
+        patch.setenv(SERVICES, f"{python.address} {python.pid}")
+        start_nodes_by_forks(python, patch.setattr)
+        start_fork_servers_by_forks(python, patch)
         yield
         fleet.WARM_SERVICES.remove(python)
 

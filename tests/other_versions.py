@@ -1,4 +1,4 @@
-"""`make test-others`: the fast tests and the demo with other versions of Python and of packages.
+"""`make test-others`: the fast tests and the demo's proof with other versions of Python and of packages.
 
 Each environment gets the wheels that users get, and is kept in `.others` until `make clean`:
 
@@ -6,8 +6,8 @@ Each environment gets the wheels that users get, and is kept in `.others` until 
   3.12, ...   each newer Python on PATH or under pyenv: the newest one with the newest packages, the
               others with those of requirements.lock
 
-Most tests run with the oldest and with the newest packages; the demo in the last environment, since
-the suite runs it with this Python. The environments between the two have Pythons between two that are
+Most tests run with the oldest and with the newest packages; the demo in the last environment, and
+not in the suite. The environments between the two have Pythons between two that are
 tested, and the packages that the suite has but no torch: a few tests of nodes and of reading shards.
 """
 
@@ -141,7 +141,9 @@ def main() -> None:
             pure = (f"--ignore=tests/{one}" for one in PURE)
             environment.run("pytest", "-q", *pure, *(f"tests/{one}" for one in environment.tests))
             if environment.has_demo:
-                environment.run("python", "-P", "-m", "dataplane_bench.demo", "--quick")
+                environment.run(
+                    "pytest", "-q", "-m", "slow", "tests/bench/test_demo.py", "-k", "proof"
+                )
 
 
 if __name__ == "__main__":

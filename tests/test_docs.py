@@ -2,8 +2,8 @@
 
 An example is run when its fence says `test` after the language: ```python test, ```sh test. The
 examples of one page run in order, in one empty folder, as a reader would try them. Those in Python
-that follow one another share a process, which is forked from one that has torch; no example sees
-the names of another.
+that follow one another share a process; no example sees the names of another. All processes of
+Python are forked from one that has torch.
 """
 
 from __future__ import annotations
@@ -79,11 +79,24 @@ def title(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory, warm_torch: WarmPython) -> Path:
+    """A folder with `python` and `dataplane`, which are forked, too."""
+    folder = tmp_path_factory.mktemp("bin")
+    warm_torch.executable(folder)
+    dataplane = folder / "dataplane"
+    dataplane.write_text(f'#!/bin/sh\nexec {folder}/python -P -m dataplane "$@"\n')
+    dataplane.chmod(0o755)
+    return folder
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if examples(page)], ids=title)
-def test_the_examples_of_a_page_run(page, tmp_path, request, warm_torch):
+def test_the_examples_of_a_page_run(page, tmp_path, request, warm_torch, commands):
     environ = {k: v for k, v in os.environ.items() if not k.startswith("DATAPLANE_")}
     environ |= {name: v for name, v in os.environ.items() if name.startswith("DATAPLANE_TEST_")}
-    environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
+    environ["PATH"] = (
+        f"{commands}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
+    )
     environ["HOME"] = str(tmp_path)
     if BUCKET in page.read_text():
         s3_server = request.getfixturevalue("s3_server")

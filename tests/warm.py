@@ -2,14 +2,16 @@
 
 The import of torch takes 2.5 s of CPU, often more than the rest of a test's trainer; that of what a
 service needs takes 0.7 s. Such a process has the given arguments, environment, folder and streams, and
-ends like any Python process. Its parent is a process that waits for it; the process that it was forked
-from has run no other code.
+ends like any Python process. Its parent is the process that it was forked from, which runs no other
+code.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
+import functools
 import gc
 import importlib
 import json
@@ -22,11 +24,18 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pytest
 
 ORDER_BYTES = 1 << 18
+SERVICES = "DATAPLANE_TEST_SERVICES"
+"""Where forked processes have their nodes forked."""
+SHOWN = ("DATAPLANE_TEST_RUN", "TORCHELASTIC_RUN_ID")
 SERVICE = (
     "dataplane.cli", "dataplane.commands.serve", "dataplane.coordinator.front",
     "dataplane.coordinator.server", "dataplane.node.fork_server", "dataplane.node.pool",
@@ -47,6 +56,32 @@ ENVIRONMENT = {
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
 }
 """As `dataplane.worker.forking` has it, which nothing imports here before numpy."""
+EXECUTABLE = """#!{python} -IS
+# Runs a module or a script as a fork of a process that has its modules; else as Python does.
+import json, os, socket, sys
+options, rest = [], sys.argv[1:]
+while rest and rest[0] in ("-P", "-u"):
+    options.append(rest.pop(0))
+kind = "module" if rest[:1] == ["-m"] else "script"
+command = rest[1:] if kind == "module" else rest
+of_python = {{n: v for n, v in os.environ.items() if n.startswith(("PYTHON", "LD_"))}}
+of_python.pop("PYTHON_EXEC", None)
+if not command or kind == "script" and command[0][:1] == "-" or of_python != {of_python!r}:
+    os.execv({python!r}, [{python!r}, *options, *rest])
+ends, tell = os.pipe()
+order = dict(environ=dict(os.environ), folder=os.getcwd(), inherits=[], is_tied=True)
+order[kind] = command
+with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+    server.connect({address!r})
+    socket.send_fds(server, [json.dumps(order).encode()], [tell, 0, 1, 2])
+os.close(tell)
+with open(ends) as lines:
+    lines.readline()
+    status = int(lines.readline() or -9)
+if status < 0:
+    os.kill(os.getpid(), -status)
+sys.exit(status)
+"""
 
 
 class WarmProcess:
@@ -89,19 +124,12 @@ class WarmProcess:
 
 
 class WarmPython:
-    """The process that others are forked from. It ends when this object is closed."""
+    """The process that others are forked from."""
 
-    def __init__(self, *modules: str) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno()), *modules],
-                pass_fds=[theirs.fileno()],
-                # Read when libraries are loaded: these processes share few processors.
-                env={**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "1"},
-            )
-        self.pid = self._process.pid
-        self._python = _of_python(os.environ)
+    def __init__(self, address: str, pid: int, environ: Mapping[str, str]) -> None:
+        """`environ` is the environment that it was started with."""
+        self.address, self.pid = address, pid
+        self._python = _of_python(environ)
 
     def fits(self, environ: Mapping[str, str]) -> bool:
         """Whether this environment has what Python itself reads at its start, as this one had it."""
@@ -149,15 +177,23 @@ class WarmPython:
         told, tell = os.pipe()
         try:
             theirs = [tell, *descriptors]
-            socket.send_fds(self._socket, [json.dumps(order).encode()], theirs)
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+                server.connect(f"\0{self.address}")
+                socket.send_fds(server, [json.dumps(order).encode()], theirs)
         finally:
             for fd in (tell, *closed):
                 os.close(fd)
         return os.fdopen(told)
 
-    def close(self) -> None:
-        self._socket.close()
-        self._process.wait()
+    def executable(self, folder: Path) -> Path:
+        """A file in this folder that does what Python's executable does, with fewer imports."""
+        text = EXECUTABLE.format(
+            python=sys.executable, address=f"\0{self.address}", of_python=self._python
+        )
+        file = folder / "python"
+        file.write_text(text)
+        file.chmod(0o755)
+        return file
 
 
 @contextlib.contextmanager
@@ -165,83 +201,212 @@ def warm_python(*modules: str) -> Iterator[WarmPython]:
     """One that has these modules, for a session or for a file of tests."""
     import hygiene  # not in the process that others are forked from
 
-    with contextlib.closing(WarmPython(*modules)) as made:
+    address = f"dataplane-warm-{uuid.uuid4().hex}"
+    ours, theirs = socket.socketpair()
+    with contextlib.ExitStack() as stack:
+        with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(f"\0{address}")
+            listener.listen(100)
+            fds = [theirs.fileno(), listener.fileno()]
+            # Variables that are read when libraries are loaded: processes share few processors.
+            process = stack.enter_context(subprocess.Popen(
+                [sys.executable, __file__, *map(str, fds), *modules],
+                pass_fds=fds, env={**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "1"},
+            ))  # fmt: skip
+        stack.enter_context(ours)
         for pids in (hygiene.SHARED_PIDS, hygiene.WARM_PIDS):
-            pids.add(made.pid)
-        try:
-            yield made
-        finally:
-            for pids in (hygiene.SHARED_PIDS, hygiene.WARM_PIDS):
-                pids.discard(made.pid)
+            pids.add(process.pid)
+            stack.callback(pids.discard, process.pid)
+        yield WarmPython(address, process.pid, os.environ)
+
+
+def start_nodes_by_forks(python: WarmPython, setattr_: Callable[[Any, str, Any], object]) -> None:
+    """Have nodes of this process forked from another one that has their modules."""
+    from dataplane.client import launch
+
+    executed, usual = launch._executed, launch.node_command()
+
+    @functools.wraps(executed)
+    def forked(command: tuple[str, ...], handed_down: tuple[int, ...], log_fd: int) -> Any:
+        given, rest = command[: -len(usual)], command[-len(usual) :]
+        # Commands start theirs by `env NAME=VALUE ...`.
+        if rest != usual or given[:1] not in {(), ("env",)} or not python.fits(os.environ):
+            return executed(command, handed_down, log_fd)
+        listener, stderr, opening = map(str, handed_down)
+        return python.run_module(
+            "dataplane.node", "--embedded", "--listener-fd", listener, "--stderr-fd", stderr,
+            "--opening-fd", opening,
+            environ={**launch._environment(), **dict(pair.split("=", 1) for pair in given[1:])},
+            stderr=log_fd, inherits=handed_down,
+        )  # fmt: skip
+
+    setattr_(launch, "_executed", forked)
+
+
+def start_fork_servers_by_forks(python: WarmPython, patch: pytest.MonkeyPatch) -> None:
+    """Have fork servers of this process forked from another one that has their modules."""
+    from dataplane.security.environment import without_secrets
+    from dataplane.worker import forking
+
+    executed, usual = forking._executed, (sys.executable, forking._MODULE)
+
+    @functools.wraps(executed)
+    def forked(sock: socket.socket, stderr_fd: int | None) -> Any:
+        if (sys.executable, forking._MODULE) != usual or not python.fits(os.environ):
+            return executed(sock, stderr_fd)
+        return python.run_module(
+            "dataplane.node", "--fork-server-fd", str(sock.fileno()),
+            environ={**forking.ENVIRONMENT, **without_secrets(os.environ)},
+            stderr=2 if stderr_fd is None else stderr_fd, inherits=[sock.fileno()],
+        )  # fmt: skip
+
+    patch.setattr(forking, "_executed", forked)
 
 
 def _of_python(environ: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environ.items() if name.startswith(("PYTHON", "LD_"))}
+    return {
+        name: value
+        for name, value in environ.items()
+        if name.startswith(("PYTHON", "LD_")) and name != "PYTHON_EXEC"  # torchrun's
+    }
 
 
-def _orders(ours: socket.socket) -> dict[str, Any] | None:
+class _Children:
+    """The processes that were forked: each reports its process id and how it ended."""
+
+    def __init__(self, *others: socket.socket) -> None:
+        self._events = select.poll()
+        self._others = others
+        for other in others:
+            self._events.register(other, select.POLLIN)
+        self._ends: dict[int, tuple[int, int]] = {}
+        self._tied: dict[int, int] = {}
+
+    def wait(self) -> list[int]:
+        """Report the ends of children until there is something to read of the others: of which."""
+        while True:
+            ready = [fd for fd, _ in self._events.poll()]
+            for fd in ready:
+                if fd in self._ends:
+                    self._report(fd)
+                elif fd in self._tied:
+                    os.kill(self._tied[fd], signal.SIGKILL)
+                    self._events.unregister(fd)
+            if others := [fd for fd in ready if any(fd == one.fileno() for one in self._others)]:
+                return others
+
+    def fork(self, report: int, *, is_tied: bool) -> bool:
+        """Whether this is the child. If it is tied, it ends when nobody reads the report."""
+        pid = os.fork()
+        if not pid:
+            for end, (_, fd) in self._ends.items():
+                os.close(end)
+                os.close(fd)
+            for other in self._others:
+                other.close()
+            os.close(report)
+            return True
+        end = os.pidfd_open(pid)
+        self._ends[end] = pid, report
+        self._events.register(end, select.POLLIN)
+        if is_tied:
+            self._tied[report] = pid
+            self._events.register(report, 0)
+        with contextlib.suppress(BrokenPipeError):
+            os.write(report, b"%d\n" % pid)
+        return False
+
+    def _report(self, end: int) -> None:
+        pid, report = self._ends.pop(end)
+        self._events.unregister(end)
+        os.close(end)
+        if self._tied.pop(report, None):
+            with contextlib.suppress(KeyError):
+                self._events.unregister(report)
+        with contextlib.suppress(BrokenPipeError):
+            os.write(report, b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        os.close(report)
+
+
+def _orders(lives: socket.socket, listener: socket.socket) -> dict[str, Any] | None:
     """Fork a process for every order; in that process, the order. None when there are no more."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    while True:
-        order, fds, _, _ = socket.recv_fds(ours, ORDER_BYTES, 7)
-        if not order:
-            return None
-        if not os.fork():
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            ours.close()
-            tell, *streams = fds
-            if pid := os.fork():
-                _wait_for(pid, streams, tell)
-            os.close(tell)
+    children = _Children(lives, listener)
+    while lives.fileno() not in children.wait():
+        with listener.accept()[0] as caller:
+            text, fds, _, _ = socket.recv_fds(caller, ORDER_BYTES, 7)
+        if not text:
+            continue
+        order = json.loads(text)
+        report, *streams = fds
+        if children.fork(report, is_tied=order.get("is_tied", False)):
             for place, fd in enumerate(streams[:3]):
                 os.dup2(fd, place)
                 os.close(fd)
-            return {**json.loads(order), "inherited": streams[3:]}
-        for fd in fds:
+            return {**order, "inherited": streams[3:]}
+        for fd in streams:
             os.close(fd)
+    return None
 
 
-def _wait_for(pid: int, streams: list[int], tell: int) -> None:
-    """Report the process id, and how the process ended; does not return."""
-    for fd in (0, 1, *streams):
-        os.close(fd)
-    with contextlib.suppress(BrokenPipeError):
-        os.write(tell, b"%d\n" % pid)
-        os.write(tell, b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-    os._exit(0)
-
-
-def show(command: Sequence[str]) -> None:
-    """Have others see this command as that of this process, as far as there is room."""
-    start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
-    told = b"\0".join(map(os.fsencode, command))[: end - start]
-    ctypes.memmove(start, told.ljust(end - start, b"\0"), end - start)
+def show(command: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Have others see this command and environment as those of this process, as far as there is
+    room, the variables that tests look for first.
+    """
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    first = {name: environ[name] for name in SHOWN if name in environ}
+    variables = [f"{name}={value}" for name, value in {**first, **environ}.items()]
+    for words, places in ((command, fields[45:47]), (variables, fields[47:49])):
+        start, end = map(int, places)
+        text = b"\0".join(map(os.fsencode, words))[: end - start]
+        ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
 
 
 def main() -> None:
-    for name in sys.argv[2:]:
+    for name in ("dataplane.client.launch", *sys.argv[3:]):
         importlib.import_module(name)
     gc.freeze()
-    order = _orders(socket.socket(fileno=int(sys.argv[1])))
+    order = _orders(*(socket.socket(fileno=int(fd)) for fd in sys.argv[1:3]))
     if order is None:
         return
+    own = dict(os.environ)
     os.environ.clear()
     os.environ.update(order["environ"])
     tempfile.tempdir = None
     os.chdir(order["folder"])
+    if services := os.environ.get(SERVICES):
+        address, pid = services.split()
+        start_nodes_by_forks(WarmPython(address, int(pid), own), setattr)
     if "module" in order:
         numbers = dict(zip(order["inherits"], map(str, order["inherited"]), strict=True))
         if numbers:
             os.setsid()
         name, *arguments = order["module"]
-        sys.argv = [name, *(numbers.get(one, one) for one in arguments)]
-        show(sys.argv)
+        sys.argv = [name, *(numbers.get(argument, argument) for argument in arguments)]
+        show(sys.argv, os.environ)
         sys.path[0] = order["folder"]
-        runpy.run_module(name, run_name="__main__", alter_sys=True)
-        return
-    sys.argv = order["script"]
-    sys.path[0] = str(Path(sys.argv[0]).parent)
-    runpy.run_path(sys.argv[0], run_name="__main__")
+        ending(lambda: runpy.run_module(name, run_name="__main__", alter_sys=True))
+    else:
+        sys.argv = order["script"]
+        sys.path[0] = str(Path(sys.argv[0]).parent)
+        ending(lambda: runpy.run_path(sys.argv[0], run_name="__main__"))
+
+
+def ending(run: Callable[[], object]) -> None:
+    """Run this and end the process as Python does, but let the kernel take its memory: to look at
+    all objects of torch takes 0.3 s of CPU.
+    """
+    status = 0
+    try:
+        run()
+    except SystemExit as ended:
+        if not isinstance(ended.code, int | None):
+            raise
+        status = ended.code or 0
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status & 0xFF)
 
 
 if __name__ == "__main__":

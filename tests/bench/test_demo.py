@@ -36,7 +36,7 @@ from dataplane.model.records import Region
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.shards import Shard
 
-DEMO = [sys.executable, "-m", "dataplane_bench.demo", "--quick"]
+DEMO = [sys.executable, "-P", "-m", "dataplane_bench.demo", "--quick"]
 TIMEOUT_S = 280
 
 
@@ -82,13 +82,13 @@ def stale_sockets():
     return found
 
 
+@pytest.mark.slow  # `make test-others` runs it
 def test_the_proof_of_the_demo_holds_and_the_demo_leaves_nothing_behind(
     started, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("AWS_PROFILE", "of-somebody-else")
     monkeypatch.setenv("DATAPLANE_CACHE_DIR", str(tmp_path / "not-used"))
     sockets = stale_sockets()
-    # `make test-others` runs it with as many ranks after the kill as before.
     demo = start(started, "--json", "--resume-ranks", "1")
     told, shown = demo.communicate(timeout=TIMEOUT_S)
     assert demo.returncode == 0, shown

@@ -148,6 +148,19 @@ def test_without_a_device_nothing_is_copied_and_the_script_says_so(script) -> No
         next(script("device").copies())
 
 
+def test_a_quick_run_has_a_row_for_each_number_of_workers_and_says_what_it_lacks(
+    script, tmp_path, warm_torch, monkeypatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(sys, "executable", str(warm_torch.executable(tmp_path)))
+    rows = script("host").measure("workers", "waits", "copies", quick=True)
+    names = [row.name for row in rows]
+    assert names[0] == "workers: 1 workers"
+    waits = ["waits: collate, 2 workers", "waits: collate, 2 / 2 workers"]
+    assert names[-3:] == [*waits, "copies: there is no CUDA device"]
+
+
 def host(folder: Path, *parts: str, status: int = 0, **environment: str) -> dict[str, list[str]]:
     """The names of a quick run's rows, by part."""
     cache = {"XDG_CACHE_HOME": str(folder / "cache")}
@@ -157,13 +170,6 @@ def host(folder: Path, *parts: str, status: int = 0, **environment: str) -> dict
     }
     assert sum(map(len, of_part.values())) == len(rows)
     return of_part
-
-
-def test_a_quick_run_has_a_row_for_each_number_of_workers_and_says_what_it_lacks(tmp_path) -> None:
-    names = host(tmp_path, "workers", "waits", "copies", CUDA_VISIBLE_DEVICES="")
-    assert names["waits"] == ["collate, 2 workers", "collate, 2 / 2 workers"]
-    assert names["workers"][0] == "1 workers"
-    assert names["copies"] == ["there is no CUDA device"]
 
 
 @pytest.mark.slow

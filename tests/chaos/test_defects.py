@@ -187,3 +187,23 @@ def test_a_signal_is_its_status(started):
     process, _ = started
     process.kill()
     assert process.wait(60) == -signal.SIGKILL
+
+
+def test_an_executable_does_what_pythons_does_and_its_process_ends_with_it(tmp_path):
+    python = fleet.WARM[0].executable(tmp_path)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    words = subprocess.run([python, "-m", "this"], capture_output=True, text=True, check=True)
+    assert "Beautiful" in words.stdout
+    assert subprocess.run([python, "-c", "exit(3)"], check=False).returncode == 3
+    pipe = subprocess.PIPE
+    environ = os.environ | {"OWN": "value"}
+    for ends in (7, -signal.SIGKILL):
+        command = [python, "script.py", "first"]
+        with subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environ, cwd=tmp_path) as run:
+            assert run.stdout.readline() == b"first value True\n"
+            if ends > 0:
+                run.stdin.write(b"7\n")
+                run.stdin.close()
+            else:
+                run.kill()
+            assert run.wait(60) == ends

@@ -68,18 +68,18 @@ def shards(tmp_path: Path) -> str:
     return str(tmp_path / "a.parquet")
 
 
-def torchrun(shards: str, out: Path, when: str) -> list[dict]:
+def torchrun(python: Path, shards: str, out: Path, when: str) -> list[dict]:
     """Two ranks; what each of their loaders has found."""
     script = out.with_suffix(".py")
     script.write_text(RANK)
     out.mkdir()
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launcher = [python, "-m", "torch.distributed.run", "--standalone"]
     options = ["--nproc-per-node=2", f"--log-dir={out.with_suffix('.log')}"]
     command = [*launcher, *options, str(script), shards, str(out), when]
     launched = subprocess.run(
         command,
         check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": str(python)},
         capture_output=True,
         text=True,
     )
@@ -92,9 +92,9 @@ def torchrun(shards: str, out: Path, when: str) -> list[dict]:
     [pytest.param(when, 1, marks=pytest.mark.slow) for when in ("never", "after")] + [("both", 2)],
 )
 def test_the_ranks_of_a_launch_share_one_node_with_and_without_a_group(
-    shards, tmp_path, when, loaders
+    shards, tmp_path, when, loaders, warm_torch
 ) -> None:
-    found = torchrun(shards, tmp_path / "out", when)
+    found = torchrun(warm_torch.executable(tmp_path), shards, tmp_path / "out", when)
     assert len(found) == 2 * loaders
     assert len({one["node"] for one in found}) == 1
     assert {one["generation"] for one in found} == {1}
