@@ -92,6 +92,13 @@ def fails_late(columns: Columns) -> Columns:
     return columns
 
 
+def rejects(columns: Columns) -> Columns:
+    """Fails in each block that has one of these rows, as a tokenizer."""
+    if {3, 17, 18, 40, 70, 119} & set(columns["id"].to_pylist()):
+        raise ValueError("no such token")
+    return columns
+
+
 def escapes_late(columns: Columns) -> Columns:
     """Raises what no worker catches, in each block that has row 100."""
     if 100 in columns["row"].to_pylist():

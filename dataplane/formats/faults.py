@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pyarrow as pa
 
@@ -117,6 +117,45 @@ def foreign_faults(url: str, offset: int, what: str) -> Iterator[None]:
             raise MemoryError(f"{what}: {fault}") from fault
         first = str(fault).strip().splitlines() or [type(fault).__name__]
         raise corrupt(url, offset, f"{what} ({first[0][:300]})") from fault
+
+
+MANY_MIN, MANY_SHARE = 16, 2
+_REASON_MAX = 300
+
+
+def bad_rows(
+    read: Callable[[int, int], object],
+    count: int,
+    fault: DataplaneError,
+    kinds: tuple[type[DataplaneError], ...] = (CorruptShard,),
+) -> dict[int, str]:
+    """Return the rows at which reading fails with errors of these kinds, and why, by halves:
+    reading all of them has failed.
+
+    Raises:  `fault`: more than half of the rows are bad, and more than 16; or all, or none.
+    """
+    bad: dict[int, str] = {}
+    todo = [(0, count)]
+    while todo:
+        first, stop = todo.pop()
+        error = fault
+        if stop - first < count:
+            try:
+                read(first, stop)
+                continue
+            except kinds as own:
+                error = own
+        if stop - first > 1:
+            middle = (first + stop) // 2
+            todo += [(middle, stop), (first, middle)]
+            continue
+        shard = f"{error.nouns.get('shard')}: "
+        bad[first] = str(error).removeprefix(shard).partition("\n")[0][:_REASON_MAX]
+        if len(bad) > max(MANY_MIN, count // MANY_SHARE) or len(bad) == count:
+            raise fault
+    if not bad:  # it fails for all rows together only
+        raise fault
+    return bad
 
 
 def require_bytes(url: str, size_bytes: int, name: str) -> None:

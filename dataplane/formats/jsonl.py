@@ -22,6 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.json as pj
 from msgspec import Struct
+from msgspec.structs import replace
 
 from dataplane.base.suffixes import BY_FORMAT
 from dataplane.formats.arrays import joined
@@ -29,6 +30,7 @@ from dataplane.formats.base import Block, RawBlock, ShardIndex, ShardReader
 from dataplane.formats.conform import batch_of, check_columns, check_rows
 from dataplane.formats.faults import (
     FOREIGN,
+    bad_rows,
     corrupt,
     describe,
     foreign_faults,
@@ -164,6 +166,18 @@ class JsonLines:
             arrays = {name: joined(table.column(name).chunks) for name in columns}
             return batch_of(arrays, schema, columns, block)
 
+    def rows_apart(self, block: RawBlock) -> Sequence[int] | None:
+        """Return where the lines of a block begin in its bytes, and its end; None if they are
+        compressed.
+        """
+        if holds_compressed(block):
+            return None
+        ends = np.append(np.flatnonzero(np.frombuffer(block.body, np.uint8) == 10), len(block.body))
+        starts = np.append(0, ends[:-1] + 1)
+        lines = zip(starts.tolist(), ends.tolist(), strict=True)
+        full = [at for at, end in lines if bytes(block.body[at:end]).strip(_WHITESPACE)]
+        return [0, *full[1:], len(block.body)]
+
 
 def _blocks(
     source: ByteSource, note: Callable[[Sequence[memoryview], int], None]
@@ -246,7 +260,29 @@ def _sampled(source: ByteSource) -> _Sample:
     first = lines.removeprefix(_BOM).lstrip(_WHITESPACE)
     if not first.startswith(b"{"):
         raise corrupt(source.url, 0, "not JSON lines", expected="{", found=describe(lines))
-    return _inferred(source.url, lines, 0)
+    try:
+        return _inferred(source.url, lines, 0)
+    except SchemaMismatch:
+        raise
+    except CorruptShard as fault:
+        return _inferred_apart(source.url, lines, fault)
+
+
+def _inferred_apart(url: str, lines: bytes, fault: CorruptShard) -> _Sample:
+    """Infer the types of the lines that are not broken: decoding reports those that are, if they
+    are ever read.
+    """
+    full = [line for line in lines.splitlines(keepends=True) if line.strip(_WHITESPACE)]
+
+    def read(first: int, stop: int) -> None:
+        try:
+            _inferred(url, b"".join(full[first:stop]), 0)
+        except SchemaMismatch:  # not a broken line
+            return
+
+    broken = bad_rows(read, len(full), fault)
+    whole = b"".join(line for at, line in enumerate(full) if at not in broken)
+    return replace(_inferred(url, whole, 0), length=len(lines))
 
 
 def _inferred(url: str, lines: bytes, base: int) -> _Sample:

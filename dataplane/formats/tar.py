@@ -358,6 +358,17 @@ class Tar:
             arrays[KEY] = bytes_column(keys, schema.field(KEY).type)
         return batch_of(arrays, schema, columns, block)
 
+    def rows_apart(self, block: RawBlock) -> Sequence[int] | None:
+        """Return where the samples of a block begin in its bytes, and its end; None if they are
+        compressed.
+        """
+        if holds_compressed(block):
+            return None
+        source, base = block_source(block, compressed=False), block.place.offset
+        end = base + block.place.length
+        starts = [sample.start - base for sample in samples(source, base, end)]
+        return [0, *starts[1:], block.place.length]
+
 
 def is_new_field(schema: pa.Schema, field: str) -> bool:
     """Whether a field that the dataset's first shard lacks is a column of its own. In a tar

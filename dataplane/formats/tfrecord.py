@@ -97,7 +97,7 @@ class TfRecord:
         nulls = array("q")
         for name in sorted(features):
             present = sample.features[name].present if name in sample.features else 0
-            lacking = sample.records - present
+            lacking = sample.records - sample.bad - present
             nulls.append(lacking if lacking or sample.records == count else UNKNOWN)
             if features[name].is_list:
                 nulls.append(NEVER)  # list items: the values of a feature are never null
@@ -123,6 +123,17 @@ class TfRecord:
             name: _column(body, records, starts, schema.field(name), source.url) for name in columns
         }
         return batch_of(arrays, schema, columns, block)
+
+    def rows_apart(self, block: RawBlock) -> Sequence[int] | None:
+        """Return where the records of a block begin in its bytes, and its end; None if they are
+        compressed.
+        """
+        if holds_compressed(block) and _is_compressed(block.body[:HEADER_BYTES]):
+            return None
+        source = block_source(block, compressed=False)
+        base, length = source.base, source.length
+        records = _records(source, base, base + length)
+        return [*(at - HEADER_BYTES - base for at, _ in records), length]
 
 
 def _masked_crc(piece: memoryview) -> int:
@@ -244,20 +255,22 @@ class _Features(Struct):
 
 
 class _Sample(Struct, frozen=True):
-    """Facts from the first records of a shard: their features, their number, and the number of
-    decoded bytes per stored byte.
+    """Facts from the first records of a shard: their features, their number, how many of them are
+    damaged, which decoding reports, and the number of decoded bytes per stored byte.
     """
 
     features: dict[bytes, _Features]
     growth: float
     records: int
+    bad: int
 
 
 def _sampled(source: ByteSource) -> _Sample:
     """Collect the facts from the records of the first block."""
     head = source.view(0, BLOCK_BYTES)
     features: dict[bytes, _Features] = {}
-    at = decoded = records = 0
+    fault: CorruptShard | None = None
+    at = decoded = records = bad = 0
     for _ in range(SAMPLE_RECORDS):
         if at + HEADER_BYTES > len(head):
             break
@@ -270,11 +283,17 @@ def _sampled(source: ByteSource) -> _Sample:
             break
         sample = Memory(source.url, head[:end], 0)
         start, stop = next(_records(sample, at, end, records))
-        _check_payload(sample, start, stop)
-        parsed = _parsed(head, source.url, 0, start, stop)
-        decoded += _note(features, parsed, head, source.url, at)
+        try:
+            _check_payload(sample, start, stop)
+            parsed = _parsed(head, source.url, 0, start, stop)
+        except CorruptShard as error:
+            bad, fault = bad + 1, error
+        else:
+            decoded += _note(features, parsed, head, source.url, at)
         at, records = end, records + 1
-    return _Sample(features, MARGIN * max(1.0, decoded / max(1, at)), records)
+    if fault is not None and 2 * bad > records:
+        raise fault
+    return _Sample(features, MARGIN * max(1.0, decoded / max(1, at)), records, bad)
 
 
 def _note(

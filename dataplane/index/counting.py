@@ -65,8 +65,9 @@ def view_name(view: View) -> str:
     """Return the name under which a view's counts are stored, beside the dataset's manifest: 32 hex
     digits.
     """
-    rows = structs.replace(rows_only(view), limit=0)
-    return digest(COUNT_VERSION, structs.asdict(rows))
+    rows = structs.asdict(structs.replace(rows_only(view), limit=0))
+    replaces = rows.pop("bad_max") > 0
+    return digest(COUNT_VERSION, rows, *(["replaces"] if replaces else []))
 
 
 def counted(

@@ -175,8 +175,8 @@ METRICS = (
     ),
     Metric(
         "dataplane_replaced_rows_total", _C, Group.DATA,
-        "Rows that others have replaced, since their images cannot be decoded; at most 1024 are "
-        "counted", ("job",),
+        "Rows that others have replaced, since they or their images cannot be read; at most 1024 "
+        "are counted, or as many as bad_max= allows", ("job",),
     ),
     Metric(
         "dataplane_jobs", _G, Group.JOBS, "Jobs, by state: forming, running", ("state",),

@@ -104,7 +104,8 @@ PROTOCOL_VERSION = 6
 ORDER_VERSION = 2
 
 RAISE, REPLACE = "raise", "replace"
-"""The values of `bad_images`: what happens to an image that cannot be decoded."""
+"""The values of `on_bad` and `bad_images`: what happens to rows and images that cannot be read."""
+BAD_MAX = 0.001
 
 Fact = bool | int | str
 _FACT_LENGTH_MAX = 40
@@ -187,7 +188,16 @@ class JobSpec(Struct, frozen=True):
         latter, so that a run that failed at such an image can be resumed with
         `bad_images="replace"`.
         """
-        return _hashed([self.digest(), REPLACE], 16) if self.replaces_images else self.digest()
+        is_replaced = self.replaces_images or self.bad_max > 0
+        return _hashed([self.digest(), REPLACE], 16) if is_replaced else self.digest()
+
+    @property
+    def bad_max(self) -> float:
+        """The share of an epoch's samples that may be replaced since they cannot be read; 0: none.
+        All sources of a mixture have the same.
+        """
+        views = [self.view] if self.mixture is None else [s.view for s in self.mixture.sources]
+        return max(view.bad_max for view in views)
 
     @property
     def replaces_images(self) -> bool:
@@ -256,7 +266,7 @@ class JobSpec(Struct, frozen=True):
         del found["fingerprint"], found["global_batch"]
         # A state stores the weights in its history instead.
         del found["weights"], found["schedule"]
-        del found["bad_images"]  # it may change from one part of a run to the next
+        del found["bad_images"], found["bad_max"]  # they may change during a run
         del found["stages"]  # a state has them beside its options
         return found
 
@@ -336,6 +346,7 @@ _CHANGING: Mapping[type, frozenset[str]] = {
     MixtureSpec: frozenset(("schedule", "changes")),
     SourceSpec: frozenset(("share",)),
     ImageSpec: frozenset(("replaces",)),
+    View: frozenset(("bad_max",)),
 }
 
 

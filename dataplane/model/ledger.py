@@ -49,7 +49,7 @@ class LedgerEntry(Struct, frozen=True):
     start       a launch began to read at `position`: launch, generation, ranks, global batch
     end         the launch's last member left; the job had consumed everything up to `position`
     weights     members read with these shares of a mixture's sources from `position` on
-    quarantine  images of these rows cannot be decoded; other rows were delivered in their places
+    quarantine  these rows cannot be read; other rows were delivered in their places
     skip, tombstone, mix    people changed the job: see changes.py
     """
 

@@ -370,7 +370,8 @@ class View(Struct, frozen=True):
     to `split_to` are shares of all rows by the keyed hash of the row, in units of 2**-32; a
     `sample` or `split_to` of 0 means all. `limit` is a number of rows, 0 for all. `map` and
     `collate` are functions, as "package.module:function". With `pack`, the samples are packs of
-    these rows.
+    these rows. `bad_max` is the share of an epoch's samples that may be replaced by others since
+    they cannot be read; 0 if one of them ends the run.
     """
 
     where: str = ""
@@ -381,6 +382,7 @@ class View(Struct, frozen=True):
     map: str = ""
     collate: str = ""
     pack: PackSpec | None = None
+    bad_max: float = 0.0
 
     @property
     def pads(self) -> bool:

@@ -190,7 +190,7 @@ class Dataset(Struct, frozen=True, eq=False, weakref=True):
             path=self.path(block) if arena is None else None,
             pieces=() if self.projection is None else self.projection.pieces(block, place),
             shard=shard,
-            **self.stored.of_block(block),
+            **(self.stored.of_block(block) or {"first_row": self._first_row(block)}),
         )
 
     def is_decoded(self, block: int) -> bool:
@@ -409,7 +409,7 @@ def _message(
         memory_bytes=memory_bytes,
         view=structs.replace(spec.view, collate=""),
         finds_columns=found.finds_columns,
-        seed=spec.seed if is_random else 0,
+        seed=spec.seed if is_random or spec.view.bad_max else 0,
     )
 
 
@@ -433,6 +433,7 @@ def dataset_of(
     columns = found.plan
     row_layout = found.row_layout if packed else None
     direct = found.is_canonical and row_layout is None and not filters(spec.view)
+    direct = direct and not spec.view.bad_max  # which of its rows are bad is found by decoding
     projection = _projection(manifest, reads_columns(spec.view, found.schema, found.top_level))
     decoded = _decoded_bytes(manifest, found, row_layout, projection)
     is_guessed = found.mapped is not None or _list_growth(columns.leaves) > 1

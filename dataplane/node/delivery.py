@@ -4,6 +4,7 @@ over, the rows that were replaced in them, and the answers to a trainer that wai
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
@@ -18,11 +19,18 @@ from dataplane.base.meters import JobMeter
 from dataplane.base.trace import Trace
 from dataplane.model.changes import ReplacedRow, changes_of
 from dataplane.model.config import JobSpec, NodeConfig
-from dataplane.model.errors import BudgetTooSmall, ConfigError, DataplaneError, DataStallError
+from dataplane.model.errors import (
+    BudgetTooSmall,
+    ConfigError,
+    CorruptShard,
+    DataplaneError,
+    DataStallError,
+)
 from dataplane.model.records import End, Kind, PackPolicy
 from dataplane.model.redact import redacted, unsigned
 from dataplane.node.dataset import Dataset
 from dataplane.node.fetch import Trouble
+from dataplane.plan.packed_blocks import row_counts
 from dataplane.rpc import tasks
 from dataplane.rpc.membership import MemberProgress
 from dataplane.rpc.messages import FromNodeBody, OpenJob, Slab, Working
@@ -74,6 +82,8 @@ class DeliveryArena(Struct, eq=False):
     """The job whose slabs these are; "" if the node itself reads them."""
     is_for_nodes: bool = False
     """Whether the slabs are for other nodes, not for trainers of this one."""
+    bad_limit: int | None = None
+    """How many rows may be replaced since they cannot be read; None if no limit applies."""
     meter: JobMeter | None = None
     """Counts of the job, if the slabs are for trainers of this node."""
 
@@ -107,6 +117,16 @@ class DeliveryArena(Struct, eq=False):
             return ()
         counts = [dataset.manifest.block_count for dataset in self.datasets]
         return tuple(np.cumsum(counts).searchsorted(blocks, side="right").tolist())
+
+
+def bad_limit(spec: JobSpec, datasets: Sequence[Dataset]) -> int | None:
+    """Return how many rows of a job may be replaced since they cannot be read; None if none are,
+    or any number.
+    """
+    if not spec.bad_max:
+        return None
+    rows = sum(int(row_counts(dataset.manifest).sum()) for dataset in datasets)
+    return math.ceil(spec.bad_max * rows)
 
 
 def delegated_job(
@@ -222,13 +242,13 @@ class ServedStream(Struct, eq=False):
 
 # -- replaced rows --------------------------------------------------------------------------------
 #
-# Rows of jobs that are replaced by others, since their images cannot be decoded: each is logged
-# once, and reported to the coordinator.
+# Rows of jobs that are replaced by others, since they cannot be read: each is logged once, and
+# reported to the coordinator.
 
 
 ROWS_MAX = 1024
 """Rows that are reported of each job: more are a problem that lines of a log do not solve."""
-_AT_ONCE = 64
+_AT_ONCE, _LISTED = 64, 20
 _TEXT_MAX = 1024
 """Characters of another node's text: a heartbeat must be sent, whatever the text is."""
 _JOBS_MAX = 64
@@ -242,6 +262,7 @@ class ReplacedRows:
         self._trace = trace
         self._rows: OrderedDict[str, set[_RowName]] = OrderedDict()
         self._untold: dict[str, dict[_RowName, ReplacedRow]] = {}
+        self._first: dict[str, list[ReplacedRow]] = {}
 
     def note(self, delivery: DeliveryArena, result: object) -> None:
         """Note the replaced rows of a slab of this delivery. Jobs of other nodes are reported by
@@ -252,11 +273,32 @@ class ReplacedRows:
             for row in result.replaced:
                 url, reason = redacted(unsigned(row.url)), row.reason
                 short = replace(row, url=url[:_TEXT_MAX], reason=reason[:_TEXT_MAX])
-                self._note(delivery.job_id, short)
+                self._note(delivery.job_id, short, 1 + (delivery.bad_limit or 0))
 
     def count(self, job_id: str) -> int:
-        """Return how many rows of a job are replaced, of ROWS_MAX that are counted."""
+        """Return how many rows of a job are replaced, of those that are counted."""
         return len(self._rows.get(job_id, ()))
+
+    def checked(self, delivery: DeliveryArena, result: tasks.ResultBody) -> tasks.ResultBody:
+        """Note the replaced rows of a slab. Return its result, or the error that ends a job of
+        which more rows are replaced than it allows.
+        """
+        self.note(delivery, result)
+        return self._excess(delivery) or result
+
+    def _excess(self, delivery: DeliveryArena) -> CorruptShard | None:
+        limit, count = delivery.bad_limit, self.count(delivery.job_id)
+        if limit is None or count <= limit:
+            return None
+        rows = list(self._first.get(delivery.job_id, ()))
+        listed = "; ".join(f"{row.url} row {row.row}: {row.reason:.160}" for row in rows)
+        more = "" if count <= len(rows) else " …"
+        return CorruptShard(
+            f"{count} rows of this epoch cannot be read, more than the {limit} that bad_max= "
+            f"allows: {listed}{more}. Repair or leave out these shards (`dataplane verify` lists "
+            "the damage), or raise bad_max=",
+            shard=rows[0].url if rows else None,
+        )
 
     def report(self, progress: MemberProgress) -> MemberProgress:
         """Add the rows of a member's job that were not reported yet to its progress."""
@@ -272,14 +314,20 @@ class ReplacedRows:
             if not untold:
                 self._untold.pop(progress.job_id, None)
 
-    def _note(self, job_id: str, row: ReplacedRow) -> None:
+    def _note(self, job_id: str, row: ReplacedRow, counted: int) -> None:
         known = self._rows.setdefault(job_id, set())
         if len(self._rows) > _JOBS_MAX:
-            self._untold.pop(self._rows.popitem(last=False)[0], None)
+            oldest = self._rows.popitem(last=False)[0]
+            self._untold.pop(oldest, None)
+            self._first.pop(oldest, None)
         name = (row.url, row.row)
-        if name in known or len(known) >= ROWS_MAX:
+        if name in known or len(known) >= max(ROWS_MAX, counted):
             return
         known.add(name)
+        if len(known) > ROWS_MAX:
+            return
+        if len(known) <= _LISTED:
+            self._first.setdefault(job_id, []).append(row)
         self._untold.setdefault(job_id, {})[name] = row
         last = "; further rows are not told" if len(known) == ROWS_MAX else ""
         self._trace.failed(

@@ -13,6 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -21,7 +22,14 @@ from typing import cast
 from msgspec import Raw, Struct, field
 from msgspec.structs import replace
 
-from dataplane.model.errors import ConfigError, DataplaneError, NeighbourGone, NotKept
+from dataplane.model.errors import (
+    ConfigError,
+    CorruptShard,
+    DataplaneError,
+    FunctionError,
+    NeighbourGone,
+    NotKept,
+)
 from dataplane.model.records import BlockForm, Region
 from dataplane.neighbours import wire
 from dataplane.node.dataset import Dataset
@@ -29,6 +37,7 @@ from dataplane.node.delivery import DeliveryArena
 from dataplane.node.fetch import Fetcher
 from dataplane.node.fetchers import Fetchers
 from dataplane.node.neighbours import KnownNeighbours, Lending
+from dataplane.plan.tombstones import substitute, substitute_key
 from dataplane.rpc import fetches, tasks
 from dataplane.rpc.codec import decode, encode
 from dataplane.rpc.fetches import Neighbour, Outcome
@@ -47,6 +56,7 @@ from dataplane.scheduler.events import (
     ScanDisk,
 )
 from dataplane.scheduler.records import CachedBlock, Excerpt
+from dataplane.store.base import Store
 from dataplane.worker.death import WorkerPlace
 
 
@@ -457,3 +467,68 @@ def _check(
     ends = [max(at, default=0) for column in columns for at in (column.values, column.lengths)]
     if len(columns) != column_count or max(ends, default=0) > length:
         raise ConfigError(f"{len(columns)} columns, up to byte {max(ends, default=0)} of {length}")
+
+
+# -- blocks that cannot be decoded ----------------------------------------------------------------
+
+
+_OTHERS_TRIED, _OTHER_BYTES_MAX = 32, 256 << 20
+
+
+class OtherBlocks:
+    """Blocks whose rows take the places of those of blocks that cannot be decoded at all, in jobs
+    that ask for it: docs/order.md specifies which. They are read in a thread, whole, as they are
+    rare.
+    """
+
+    def __init__(self, connect: Callable[[str], Store] | None) -> None:
+        self._connect = connect
+        self._tried: dict[int, set[int]] = {}
+
+    def read(
+        self,
+        dataset: Dataset,
+        effect: events.DecodeBlock,
+        error: object,
+        decode: Callable[[tasks.BadBlock], None],
+        fail: Callable[[DataplaneError], None],
+    ) -> bool:
+        """Begin to read another block, after this error, and call `decode` with it or, if it cannot
+        be read, `fail`. Return False if none is wanted, or all that may be were tried.
+        """
+        tried = self._tried.pop(effect.key, {effect.block})
+        if not isinstance(error, CorruptShard | FunctionError) or error.nouns.get("shard") is None:
+            return False
+        if not dataset.message.view.bad_max or self._connect is None:
+            return False
+        raw, of = dataset.raw_block(effect.block, None), dataset.manifest
+        keyed = substitute_key(dataset.message.seed, raw.shard, raw.first_row)
+        while len(tried) < min(of.block_count, _OTHERS_TRIED):
+            number = substitute(keyed, of.block_count, tried)
+            tried.add(number)
+            other = replace(dataset.raw_block(number, None), path=None, pieces=())
+            if other.rows and other.place.length <= _OTHER_BYTES_MAX:
+                break
+        else:
+            return False
+        self._tried[effect.key] = tried
+        reason = str(error).removeprefix(f"{raw.url}: ").partition("\n")[0]
+
+        connect, head, place = self._connect, other.preamble_place, other.place
+
+        def read() -> tasks.BadBlock:
+            store, url, etag = connect(other.url), other.url, other.etag
+            first = store.read(url, head.offset, head.length, etag) if head.length else b""
+            content = store.read(url, place.offset, place.length, etag)
+            parts = [bytes(memoryview(part)) for part in (first, content)]
+            return tasks.BadBlock(reason, other, *parts)
+
+        def end(done: asyncio.Future[tasks.BadBlock]) -> None:
+            failed = done.exception()
+            if failed is None:
+                decode(done.result())
+            else:
+                fail(failed if isinstance(failed, DataplaneError) else DataplaneError(str(failed)))
+
+        asyncio.get_running_loop().run_in_executor(None, read).add_done_callback(end)
+        return True

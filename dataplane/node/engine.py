@@ -27,7 +27,7 @@ from msgspec.structs import replace
 from dataplane.arena.memfd import Arena
 from dataplane.arena.slab_layout import NUMBER_BYTES
 from dataplane.base.trace import Trace
-from dataplane.model.errors import BudgetTooSmall, DataplaneError, NeighbourGone
+from dataplane.model.errors import BudgetTooSmall, ClosedError, DataplaneError, NeighbourGone
 from dataplane.model.records import Region
 from dataplane.node.dataset import Dataset, heritage
 from dataplane.node.delivery import (
@@ -44,8 +44,9 @@ from dataplane.node.effects import (
     Delegating,
     KeptBlocks,
     LentBlocks,
+    OtherBlocks,
 )
-from dataplane.node.fetch import BlockRead, Fetcher
+from dataplane.node.fetch import BlockRead, Connect, Fetcher
 from dataplane.node.neighbours import KnownNeighbours
 from dataplane.node.pool import WorkerPool
 from dataplane.node.pool_worker import PoolTask
@@ -129,6 +130,7 @@ class Engine:
         node_id: str = "",
         clock: Callable[[], float] = time.monotonic,
         neighbours: KnownNeighbours | None = None,
+        connect: Connect | None = None,
     ) -> None:
         self.scheduler = scheduler
         """Others may read its counts; only the engine gives it events."""
@@ -138,7 +140,7 @@ class Engine:
         self._planner = Planner(trace)
         neighbours = neighbours or KnownNeighbours()
         self.lent, self._kept = LentBlocks(neighbours, self._tell), KeptBlocks(fetcher, self._tell)
-        self.replaced = ReplacedRows(trace)
+        self.replaced, self._others = ReplacedRows(trace), OtherBlocks(connect)
         self.delegating = Delegating(fetcher.origin, neighbours, self._tell, self.replaced.note)
         self._datasets: dict[int, Dataset] = {}
         self._reader_counts: Counter[int] = Counter()  # deliveries, by dataset
@@ -379,14 +381,17 @@ class Engine:
         is_away = isinstance(error, (*UNREACHABLE, NeighbourGone))
         self._tell(events.BlockFetched(key, error, is_away, 0, *of, given))
 
-    def _decode(self, effect: events.DecodeBlock) -> None:
-        dataset, key = self._datasets[effect.dataset_id], effect.key
+    def _decode(self, effect: events.DecodeBlock, bad: tasks.BadBlock | None = None) -> None:
+        dataset, key = self._datasets.get(effect.dataset_id), effect.key
+        if dataset is None:  # closed while another block was read
+            self._tell(events.BlockDecoded(key, ClosedError("its dataset was closed"), 0.0))
+            return
         raw, arenas = self._fetcher.for_worker(key, dataset.raw_block(effect.block, effect.raw))
         task = PoolTask(
-            body=tasks.Decode(dataset.dataset_id, raw, effect.into),
+            body=tasks.Decode(dataset.dataset_id, raw, effect.into, bad),
             dataset=dataset.message,
             arenas=((tasks.BLOCK_ARENA, self._arena.fd), *arenas),
-            report=lambda result: self._on_decoded(key, task, result),
+            report=lambda result: self._on_decoded(effect, dataset, task, result),
             place=partial(dataset.place, effect.block),
         )
         holder, self._holder = self._holder, (0, 0)
@@ -394,7 +399,12 @@ class Engine:
             task.worker = holder[1]
         self._pool.submit(task, _DECODE_URGENCY)
 
-    def _on_decoded(self, key: int, task: PoolTask, result: tasks.ResultBody) -> None:
+    def _on_decoded(
+        self, effect: events.DecodeBlock, dataset: Dataset, task: PoolTask, result: tasks.ResultBody
+    ) -> None:
+        key, again = effect.key, partial(self._on_decoded, effect, dataset, task)
+        if self._others.read(dataset, effect, result, partial(self._decode, effect), again):
+            return
         if isinstance(result, tasks.Decoded):
             if result.stored:
                 self._fetcher.let_go(key)
@@ -489,7 +499,7 @@ class Engine:
         """
         result, started = _joined(ends), min(end.started for end in ends)
         worker_s = sum(end.took_s for end in ends)
-        self.replaced.note(self._deliveries[effect.delivery_id], result)
+        result = self.replaced.checked(self._deliveries[effect.delivery_id], result)
 
         def report(*, is_kept: bool) -> None:
             number = effect.number

@@ -31,6 +31,7 @@ from dataplane.node.delivery import (
     DeliveryArena,
     Send,
     ServedStream,
+    bad_limit,
     delegated_job,
     delivery_memory,
     layout_of,
@@ -328,6 +329,7 @@ class Jobs:
                 names_sources=opened.names_sources,
                 collated=opened.collated,
                 job_id=request.job_id,
+                bad_limit=bad_limit(spec, opened.datasets),
             )
             self._deliveries[key] = delivery
             for dataset in opened.datasets:

@@ -478,7 +478,7 @@ class NodeServer:
         known = KnownNeighbours(node_id, lending)
         self.engine = Engine(
             scheduler, self._arena, self._fetcher, self._pool, self.trace, node_id,
-            neighbours=known,
+            neighbours=known, connect=self._stores.connect,
         )  # fmt: skip
         lent = None if lending is None else LentManifests(lending, self.engine.numbers)
         shared = SharedManifests(config, coordination, node_id, address, lent)

@@ -69,6 +69,7 @@ def counts_name(manifest: Manifest, view: View, seed: int, code: str) -> str:
     del of_pack["loss_mask"], of_pack["dtype"]
     recipe = structs.asdict(structs.replace(view, collate="")) | {"pack": of_pack}
     recipe |= {"seed": seed if view.map else 0, "code": code}
+    recipe |= {"replaces": True} if recipe.pop("bad_max") else {}
     text = f"packs-2 {manifest.fingerprint} {json.dumps(recipe, sort_keys=True)}"
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

@@ -209,7 +209,8 @@ LIMIT_MAX = (1 << 62) - 1
 
 def rows_only(view: View) -> View:
     """Return only the part of the view that decides which rows it contains."""
-    return replace(view, map="", collate="", pack=None)
+    bad_max = view.bad_max if view.where else 0.0  # bad rows of others count as rows
+    return replace(view, map="", collate="", pack=None, bad_max=bad_max)
 
 
 def samples_of(view: View, seed: int) -> tuple[View, int]:

@@ -88,17 +88,29 @@ class RawBlockRef(Message, frozen=True):
     kept_preamble: Region | None = None  # where the preamble is in the arena of preambles
     preamble_number: Unsigned = 0  # never reused. Absent: the preamble is in `arena`
     stored_rows: Unsigned = 0  # of the whole block; 0: as `rows`, which are all of them
-    first_row: Unsigned = 0  # of the whole block, in the shard
+    first_row: Unsigned = 0  # of the whole block, in the shard; also without a view
     shard_word: Unsigned = 0  # the shard in the keys of its rows (docs/order.md)
     shard: Unsigned = 0  # its number in the dataset
 
 
+class BadBlock(Message, frozen=True):
+    """Why a block cannot be decoded at all, and another block of its dataset, whose rows take the
+    places of its own, with that block's preamble and bytes.
+    """
+
+    reason: str
+    other: RawBlockRef
+    preamble: bytes
+    content: bytes
+
+
 class Decode(Message, frozen=True):
-    """Decode a block into the block arena."""
+    """Decode a block into the block arena; if it is `bad`, another one instead."""
 
     dataset_id: Unsigned
     raw: RawBlockRef
     into: Region  # in the block arena
+    bad: BadBlock | None = None
 
 
 class Decoded(Message, frozen=True):

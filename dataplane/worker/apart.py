@@ -4,12 +4,13 @@ test.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 from msgspec import Struct
 
+from dataplane.model.changes import ReplacedRow
 from dataplane.model.errors import ImageError
 from dataplane.rpc import tasks
 from dataplane.rpc.messages import Batch
@@ -30,6 +31,7 @@ _APART_BYTES = 1 << 20
 class OpenBlock(Struct, frozen=True):
     """A block to gather from: the mapped file of its rows, if any, which rows it has, and the
     restart indexes of its images. `numbers` are the rows of an excerpt, None of a whole block.
+    `replaced` are its rows with the content of others, by their numbers in the block.
     """
 
     columns: BlockColumns
@@ -37,6 +39,7 @@ class OpenBlock(Struct, frozen=True):
     origin: tasks.Origin | None
     restart_indexes: Bytes | None
     numbers: Ints | None
+    replaced: Mapping[int, ReplacedRow] = {}
 
 
 def slab_images_of(

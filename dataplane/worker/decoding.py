@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import pyarrow as pa
 from msgspec import Struct
 
 from dataplane.arena.memfd import Arena, populate
 from dataplane.formats import base, registry
 from dataplane.formats.unsupported import supported_names
-from dataplane.model.errors import CorruptShard
+from dataplane.model.errors import CorruptShard, FunctionError
 from dataplane.model.records import Region
 from dataplane.rpc import tasks
 from dataplane.transforms.made_columns import mapped_in
-from dataplane.transforms.row_filter import BlockRows, RowFilter, reads_columns
-from dataplane.worker import row_layout
+from dataplane.transforms.row_filter import BlockRows, RowFilter, filtered, reads_columns
+from dataplane.worker import row_layout, salvaging
 from dataplane.worker.block_mapping import FOUND_COLUMNS, BlockMapping
 from dataplane.worker.columns import Ints, RowLayout
 from dataplane.worker.mapped import MappedShards
 from dataplane.worker.pack_blocks import PackForm
 from dataplane.worker.placed import may_have_nulls, placed_columns
+from dataplane.worker.salvaging import Bad
 from dataplane.worker.stacking import StackedPlan, canonical_stacked, plan_stacked
 
 
@@ -28,7 +30,7 @@ class ReadDataset(Struct):
     """A dataset as one job reads it. `columns` are those that are decoded; `is_whole`: these are
     all columns of its shards. `rows` chooses rows of each block; then `top_level` are the columns
     that are kept, and `mapping` makes others of them. `packs`: the rows of batches are packs of
-    these.
+    these. `replaces`: rows that cannot be read have the content of others, drawn with the `seed`.
     """
 
     format: base.Format
@@ -41,6 +43,8 @@ class ReadDataset(Struct):
     rows: RowFilter | None
     top_level: tuple[str, ...]
     mapping: BlockMapping | None
+    replaces: bool
+    seed: int
 
 
 def read_dataset(body: tasks.OpenDataset, schema: pa.Schema) -> ReadDataset:
@@ -66,6 +70,8 @@ def read_dataset(body: tasks.OpenDataset, schema: pa.Schema) -> ReadDataset:
         RowFilter.of(body.view, schema),
         top_level,
         BlockMapping(body.view.map, body.seed, mapped) if body.view.map else None,
+        body.view.bad_max > 0,
+        body.seed,
     )
 
 
@@ -80,35 +86,139 @@ def canonical_batch(
     Raises:  CorruptShard: its bytes are not what the index says.  FunctionError: of the user's map.
     """
     preamble, body, number = _raw_views(raw, arenas, shards, is_whole=dataset.is_whole)
-    stored = raw.stored_rows or raw.rows
     block = base.RawBlock(
-        raw.url, raw.index, stored, raw.place, raw.shard_bytes, raw.preamble_place,
-        preamble, body, raw.pieces if raw.arena is not None else (), number,
+        raw.url, raw.index, raw.stored_rows or raw.rows, raw.place, raw.shard_bytes,
+        raw.preamble_place, preamble, body, raw.pieces if raw.arena is not None else (), number,
     )  # fmt: skip
+    if dataset.replaces:
+        batch, numbers, bad = _salvaged(dataset, raw, block)
+        batch, places = _canonical(dataset, batch, raw.url)
+        marks = salvaging.replaced(raw, numbers, bad, dataset.seed) if bad else []
+        return salvaging.marked(batch, marks), places
     batch = dataset.format.decode(block, dataset.schema, dataset.columns)
-    _check_rows(raw, batch.num_rows, stored, "its index says")
+    _check_rows(raw, batch.num_rows, block.rows, "its index says")
     if raw.stored_rows:
         batch = _viewed(dataset, batch, raw)
     if dataset.mapping is not None:
         batch = dataset.mapping.applied(batch, raw)
+    return _canonical(dataset, batch, raw.url)
+
+
+def other_batch(
+    dataset: ReadDataset, raw: tasks.RawBlockRef, bad: tasks.BadBlock
+) -> tuple[pa.RecordBatch, Ints | None]:
+    """A block that cannot be decoded, with the rows of another one in canonical form.
+
+    Raises:  CorruptShard, FunctionError: the other one cannot be decoded either.
+    """
+    other = bad.other
+    block = base.RawBlock(
+        other.url, other.index, other.stored_rows or other.rows, other.place, other.shard_bytes,
+        other.preamble_place, memoryview(bad.preamble), memoryview(bad.content),
+    )  # fmt: skip
+    batch, numbers, _ = _salvaged(dataset, other, block)
+    rows = [row % batch.num_rows for row in range(raw.rows)]
+    batch, places = _canonical(dataset, salvaging.taken(batch, rows), other.url)
+    marks = salvaging.all_replaced(raw, other, [numbers[row] for row in rows], bad.reason)
+    return salvaging.marked(batch, marks), places
+
+
+def _salvaged(
+    dataset: ReadDataset, raw: tasks.RawBlockRef, block: base.RawBlock
+) -> tuple[pa.RecordBatch, Sequence[int], Bad]:
+    """Return a block with other rows in place of those that cannot be read: with the numbers of its
+    rows among those that it stores, and which of them are bad.
+
+    Raises:  CorruptShard, FunctionError: the whole block is bad.
+    """
+    batch, bad = salvaging.decoded(dataset.format, block, dataset.schema, dataset.columns)
+    _check_rows(raw, batch.num_rows, block.rows, "its index says")
+    numbers: Sequence[int] = range(block.rows)
+    if raw.stored_rows:
+        batch, numbers, bad = _viewed_apart(dataset, batch, raw, block, bad)
+    batch, bad = _mapped_apart(dataset, batch, raw, numbers, bad)
+    return batch, numbers, bad
+
+
+def _canonical(
+    dataset: ReadDataset, batch: pa.RecordBatch, url: str
+) -> tuple[pa.RecordBatch, Ints | None]:
     if dataset.plan.is_plain:
         places = placed_columns(batch)
         if not may_have_nulls(places):
             return batch, places
-    return canonical_stacked(batch, dataset.plan, raw.url), None
+    return canonical_stacked(batch, dataset.plan, url), None
 
 
 def _viewed(dataset: ReadDataset, batch: pa.RecordBatch, raw: tasks.RawBlockRef) -> pa.RecordBatch:
     """Return the rows of the view; of the last block within a limit, the first ones."""
     if dataset.rows is not None:
-        rows = BlockRows(raw.stored_rows, raw.first_row, raw.shard_word)
-        batch = dataset.rows.left(batch, rows)
-        if len(dataset.columns) > len(dataset.top_level):
-            batch = batch.select(dataset.top_level)
+        batch = dataset.rows.left(batch, _rows_of(raw))
+    return _within_view(dataset, batch, raw)
+
+
+def _within_view(
+    dataset: ReadDataset, batch: pa.RecordBatch, raw: tasks.RawBlockRef
+) -> pa.RecordBatch:
+    if dataset.rows is not None and len(dataset.columns) > len(dataset.top_level):
+        batch = batch.select(dataset.top_level)
     if dataset.rows is None or dataset.rows.view.limit:
         batch = batch.slice(0, raw.rows)
     _check_rows(raw, batch.num_rows, raw.rows, "and when the rows of its view were counted,")
     return batch
+
+
+def _rows_of(raw: tasks.RawBlockRef) -> BlockRows:
+    return BlockRows(raw.stored_rows, raw.first_row, raw.shard_word)
+
+
+def _viewed_apart(
+    dataset: ReadDataset,
+    batch: pa.RecordBatch,
+    raw: tasks.RawBlockRef,
+    block: base.RawBlock,
+    bad: Bad,
+) -> tuple[pa.RecordBatch, Sequence[int], Bad]:
+    """Return the rows of the view, their numbers in the block, and which of them are bad."""
+    kept: Sequence[int] = range(raw.stored_rows)
+    if dataset.rows is not None:
+        if bad:
+            format_, schema = dataset.format, dataset.schema
+            mask = salvaging.view_mask(format_, block, schema, dataset.rows, _rows_of(raw))
+        else:
+            mask = dataset.rows.mask(batch, _rows_of(raw))
+        batch, kept = filtered(batch, mask), np.flatnonzero(mask).tolist()
+    batch = _within_view(dataset, batch, raw)
+    kept = kept[: raw.rows]
+    return batch, kept, {at: bad[row] for at, row in enumerate(kept) if row in bad}
+
+
+def _mapped_apart(
+    dataset: ReadDataset,
+    batch: pa.RecordBatch,
+    raw: tasks.RawBlockRef,
+    numbers: Sequence[int],
+    bad: Bad,
+) -> tuple[pa.RecordBatch, Bad]:
+    """Return the block with other rows in place of the bad ones, as the map changes it, and all
+    rows that are bad: the map may fail at more.
+    """
+    mapping = dataset.mapping
+
+    def clean(bad: Bad) -> pa.RecordBatch:
+        rows = salvaging.stand_ins(raw, numbers, bad, dataset.seed)
+        return salvaging.taken(batch, rows) if bad else batch
+
+    if mapping is None:
+        return clean(bad), bad
+    given = clean(bad)
+    try:
+        return mapping.applied(given, raw), bad
+    except FunctionError as fault:
+        if fault.nouns.get("block") is None:  # it cannot be imported
+            raise
+        bad = bad | salvaging.unmapped(lambda part: mapping.applied(part, raw), given, fault)
+    return mapping.applied(clean(bad), raw), bad
 
 
 def _check_rows(raw: tasks.RawBlockRef, found: int, expected: int, said: str) -> None:

@@ -38,6 +38,7 @@ from dataplane.model.records import Region
 from dataplane.rpc import local, tasks
 from dataplane.store.local import LocalStore
 from dataplane.transforms.row_filter import BlockRows, RowFilter
+from dataplane.worker.salvaging import view_mask
 
 PART_BYTES = 8 << 20
 """Maximum bytes of a read, or of an index, in one message."""
@@ -392,8 +393,12 @@ def _counted(
         block.preamble_place, preamble, body, block.pieces,
     )  # fmt: skip
     schema = pa.ipc.read_schema(pa.py_buffer(order.schema))
+    stored = BlockRows(block.stored_rows, block.first_row, block.shard_word)
     with _decoding:
-        batch = registry.by_name(order.format).decode(raw, schema, rows.columns)
+        format_ = registry.by_name(order.format)
+        if order.view.bad_max:
+            return int(np.count_nonzero(view_mask(format_, raw, schema, rows, stored)))
+        batch = format_.decode(raw, schema, rows.columns)
         if batch.num_rows != block.stored_rows:
             raise CorruptShard(
                 f"{order.url}: block {block.index} has {batch.num_rows} rows, its index says "
@@ -402,7 +407,6 @@ def _counted(
                 expected=block.stored_rows,
                 found=batch.num_rows,
             )
-        stored = BlockRows(block.stored_rows, block.first_row, block.shard_word)
         return int(np.count_nonzero(rows.mask(batch, stored)))
 
 

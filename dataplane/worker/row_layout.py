@@ -116,7 +116,8 @@ def rows_of_block(
             _taken(array, of_name[name].kind, chosen)
             for name, array in zip(batch.schema.names, batch.columns, strict=True)
         ]
-        others = pa.record_batch(taken, names=batch.schema.names)
+        metadata = batch.schema.metadata  # names rows that were replaced
+        others = pa.record_batch(taken, names=batch.schema.names, metadata=metadata)
     if layout is None:
         return others, np.empty(0, np.uint8)
     packed = columns.values[-1].view.reshape(-1, layout.row_bytes)[rows]

@@ -38,7 +38,7 @@ from dataplane.worker import row_layout
 from dataplane.worker.apart import OpenBlock, gather_apart, image_fault, scratch, slab_images_of
 from dataplane.worker.collating import slab_gather
 from dataplane.worker.columns import BlockColumns, Bytes, Ints, RowIndex, open_block
-from dataplane.worker.decoding import ReadDataset, canonical_batch, read_dataset
+from dataplane.worker.decoding import ReadDataset, canonical_batch, other_batch, read_dataset
 from dataplane.worker.disk_time import timed
 from dataplane.worker.excerpts import open_excerpt, places_of, write_excerpt, write_packs
 from dataplane.worker.gather import Gather
@@ -49,6 +49,7 @@ from dataplane.worker.pack_blocks import AskedPacks, KnownPacks, PackBlock, Pack
 from dataplane.worker.packing import CountGather, PackGather
 from dataplane.worker.replacing import ReplacingGather
 from dataplane.worker.rows import TriedImages
+from dataplane.worker.salvaging import replaced_of
 
 _ARROWS_OWN_BYTES_MAX = 4 << 30
 """With a limit above that, memory comes from the system, which gets back what is free: Arrow's own
@@ -180,7 +181,7 @@ def _decode(state: _State, body: tasks.Decode) -> tasks.Decoded:
         batch, places = kept.batch, kept.places
     else:
         del kept  # before another block is decoded, so that memory is not needed for two
-        batch, places = canonical_batch(dataset, body.raw, state.arenas, state.shards)
+        batch, places = _canonical_of(state, dataset, body)
     size = row_layout.stored_bytes(batch, dataset.row_layout)
     if size > body.into.length:
         state.outgrown = _Outgrown(body.dataset_id, body.raw, batch, places)
@@ -191,6 +192,14 @@ def _decode(state: _State, body: tasks.Decode) -> tasks.Decoded:
     if body.raw.path is not None:
         state.shards.of(body.raw)  # it may have been written while it was read
     return tasks.Decoded(size, stored=True)
+
+
+def _canonical_of(
+    state: _State, dataset: ReadDataset, body: tasks.Decode
+) -> tuple[pa.RecordBatch, Ints | None]:
+    if body.bad is None:
+        return canonical_batch(dataset, body.raw, state.arenas, state.shards)
+    return other_batch(dataset, body.raw, body.bad)
 
 
 def _open_blocks(state: _State, body: tasks.OpenBlocks) -> tasks.Done:
@@ -205,7 +214,7 @@ def _open_blocks(state: _State, body: tasks.OpenBlocks) -> tasks.Done:
         shard = state.shards.of(source.raw) if in_file and source.raw is not None else None
         restart_indexes = _restart_indexes_of(state, source)
         state.blocks[source.key] = OpenBlock(
-            columns, shard, source.origin, restart_indexes, numbers
+            columns, shard, source.origin, restart_indexes, numbers, replaced_of(columns.batch)
         )
     return tasks.Done()
 
@@ -247,7 +256,7 @@ def _assemble(state: _State, body: tasks.Assemble) -> tasks.Assembled:
     try:
         if body.say_where:
             _read_one_by_one(state, dataset, body, rows)
-        told: dict[tuple[str, int], ReplacedRow] = {}
+        told = _replaced_in(blocks, rows[body.part], packs=dataset.packs is not None)
         gathers = partial(_gather_of, state, dataset, told)
         gather = slab_gather(dataset, body, rows, gathers, state.tell)
         slab = arena.view(body.slab.offset, body.slab.length)
@@ -263,6 +272,21 @@ def _assemble(state: _State, body: tasks.Assemble) -> tasks.Assembled:
         # error.
         for shard in {block.shard for block in blocks if block.shard is not None}:
             shard.check()
+
+
+def _replaced_in(
+    blocks: Sequence[OpenBlock], rows: RowIndex, *, packs: bool
+) -> dict[tuple[str, int], ReplacedRow]:
+    """Return the rows of a slab that have the content of others in their blocks. If rows are packs,
+    these may have any of the blocks' rows.
+    """
+    replaced: dict[tuple[str, int], ReplacedRow] = {}
+    for at, block in enumerate(blocks):
+        if block.replaced:
+            used = block.replaced.keys() if packs else set(rows[rows[:, 0] == at, 1].tolist())
+            some = (row for place, row in block.replaced.items() if place in used)
+            replaced |= {(row.url, row.row): row for row in some}
+    return replaced
 
 
 def _gather_of(

@@ -24,6 +24,7 @@ from dataplane.base.units import SECONDS_MAX, meant
 from dataplane.client import identity
 from dataplane.client.endpoint import Embedded, Endpoint, find_endpoint
 from dataplane.client.launch import BegunNode
+from dataplane.model.config import BAD_MAX, RAISE, REPLACE
 from dataplane.model.errors import ConfigError, ShardNotFound
 from dataplane.model.records import (
     ColumnOptions,
@@ -190,7 +191,38 @@ def _transforms(options: UrlOptions) -> tuple[ImageSpec, ...]:
     # A late import: loaders without images start faster without it.
     from dataplane.transforms.images import image_specs
 
-    return image_specs(options["transforms"] or {}, options["decode"], options["bad_images"])
+    transforms, bad_images = options["transforms"] or {}, options["bad_images"]
+    if transforms and _bad_max(options):
+        bad_images = REPLACE
+    return image_specs(transforms, options["decode"], bad_images)
+
+
+def _bad_max(options: UrlOptions) -> float:
+    """Return the share of rows that may be replaced since they cannot be read; 0 if they end the
+    run.
+    """
+    on_bad, given = options["on_bad"], options["bad_max"]
+    if not isinstance(on_bad, str) or on_bad not in {RAISE, REPLACE}:
+        raise ConfigError(
+            f'on_bad={on_bad!r:.80}: choose "{RAISE}", which ends the run with an error at a row '
+            f'that cannot be read, or "{REPLACE}", which delivers another row in its place, the '
+            "same on all ranks",
+            field="on_bad",
+        )
+    if given is not None and on_bad == RAISE:
+        raise ConfigError(
+            f'bad_max={given!r:.80} without on_bad="{REPLACE}", of which it is the limit: pass '
+            "both, or neither",
+            field="bad_max",
+        )
+    share = BAD_MAX if given is None else given
+    if isinstance(share, bool) or not isinstance(share, Real) or not 0 < share <= 1:
+        raise ConfigError(
+            f"bad_max={given!r:.80}: pass the share of an epoch's samples that may be replaced, "
+            "more than 0, and 1 at most",
+            field="bad_max",
+        )
+    return float(share) if on_bad == REPLACE else 0.0
 
 
 def _column_options(options: UrlOptions) -> ColumnOptions:
@@ -219,6 +251,7 @@ def _view(options: UrlOptions) -> View:
         map=function_name(options["map"], "map"),
         collate=function_name(options["collate"], "collate"),
         pack=pack_spec(options["pack"]),
+        bad_max=_bad_max(options),
     )
 
 

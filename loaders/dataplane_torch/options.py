@@ -79,6 +79,8 @@ class JobArguments(TypedDict, total=False):
     name: str | None
     sharing: str | None
     dataset_moved: bool
+    on_bad: str
+    bad_max: float | None
 
 
 class UrlOptions(
@@ -99,6 +101,7 @@ DEFAULTS: Final[Mapping[str, object]] = {
     **COLUMN_DEFAULTS,
     "seed": 0,
     "bad_images": RAISE,
+    "on_bad": RAISE,
     "dataset_moved": False,
 }
 

@@ -1,0 +1,204 @@
+"""The rows of a block that cannot be decoded or mapped, and the rows that replace them.
+
+1. A bad row is replaced by another one of its block and view: docs/order.md specifies which. So the
+   content of a block depends only on its bytes, the seed and the job's view and functions.
+2. If more than half of the rows are bad, and more than 16, the whole block is.
+3. Blocks without bad rows cost nothing more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+import pyarrow as pa
+from msgspec import Struct
+from msgspec.structs import replace
+
+from dataplane.formats.arrays import joined, widened
+from dataplane.formats.base import Format, RawBlock
+from dataplane.formats.faults import bad_rows
+from dataplane.model.changes import ReplacedRow
+from dataplane.model.errors import CorruptShard, DataplaneError, FunctionError
+from dataplane.model.records import Region
+from dataplane.model.typed import complete
+from dataplane.plan.tombstones import substitute, substitute_key
+from dataplane.plan.views import chosen
+from dataplane.rpc import tasks
+from dataplane.transforms.row_filter import BlockRows, Bools, RowFilter
+
+_WHY_MAX = 150
+REPLACED_MARK = b"dataplane.replaced"
+"""The metadata of a decoded block in which its replaced rows are listed."""
+
+Bad = dict[int, str]
+"""Rows of a block that cannot be read, and why."""
+
+
+class Replaced(Struct, frozen=True, array_like=True):
+    """A row of a block, as slabs count its rows, and what the job's ledger says about it."""
+
+    place: int
+    row: ReplacedRow
+
+
+def decoded(
+    format_: Format, block: RawBlock, schema: pa.Schema, columns: Sequence[str]
+) -> tuple[pa.RecordBatch, Bad]:
+    """Decode a block, and find the rows that cannot be decoded. These have the values of any other.
+
+    Raises:  CorruptShard: the whole block is bad.
+    """
+    try:
+        return format_.decode(block, schema, columns), {}
+    except CorruptShard as fault:
+        return _decoded_apart(format_, block, schema, columns, fault)
+
+
+def view_mask(
+    format_: Format, block: RawBlock, schema: pa.Schema, rows: RowFilter, stored: BlockRows
+) -> Bools:
+    """Return which rows of a block with bad rows a view keeps. Rows whose condition cannot be
+    evaluated are kept: others take their places, and are reported.
+
+    Shapes:  result: bool[rows].
+    """
+    mask: Bools = chosen(rows.view, stored.word, stored.first, stored.count)
+    if rows.condition is None:
+        return mask
+    try:
+        batch, bad = decoded(format_, block, schema, rows.columns)
+    except CorruptShard:
+        return mask
+    is_kept = rows.mask(batch, stored)
+    is_kept[list(bad)] = mask[list(bad)]
+    return is_kept
+
+
+def _decoded_apart(
+    format_: Format,
+    block: RawBlock,
+    schema: pa.Schema,
+    columns: Sequence[str],
+    fault: CorruptShard,
+) -> tuple[pa.RecordBatch, Bad]:
+    """Decode the rows of a damaged block for themselves.
+
+    Raises:  CorruptShard: `fault`, if the format cannot do that, or too many rows are bad.
+    """
+    rows_apart = getattr(format_, "rows_apart", None)
+    ends = None if rows_apart is None or block.pieces else rows_apart(block)
+    if ends is None or len(ends) != block.rows + 1:
+        raise fault
+    good: list[pa.RecordBatch] = []
+
+    def decode(first: int, stop: int) -> None:
+        start, end = ends[first], ends[stop]
+        place = Region(block.place.offset + start, end - start)
+        body = block.body[start:end]
+        part = replace(block, rows=stop - first, place=place, body=body)
+        good.append(format_.decode(part, schema, columns))
+
+    bad = bad_rows(decode, block.rows, fault)
+    if not columns:
+        return pa.RecordBatch.from_struct_array(pa.array([{}] * block.rows, pa.struct([]))), bad
+    arrays = [joined([batch.column(at) for batch in good]) for at in range(len(columns))]
+    batch = pa.RecordBatch.from_arrays(arrays, names=list(columns))
+    places, at = [], 0
+    for row in range(block.rows):
+        places.append(min(at, batch.num_rows - 1))
+        at += row not in bad
+    return taken(batch, places), bad
+
+
+def unmapped(
+    call: Callable[[pa.RecordBatch], object], batch: pa.RecordBatch, fault: DataplaneError
+) -> Bad:
+    """Return the rows of a block at which a function fails.
+
+    Raises:  FunctionError: `fault`, if these are too many.
+    """
+    return bad_rows(
+        lambda first, stop: call(batch.slice(first, stop - first)),
+        batch.num_rows,
+        fault,
+        (CorruptShard, FunctionError),
+    )
+
+
+def stand_ins(raw: tasks.RawBlockRef, numbers: Sequence[int], bad: Bad, seed: int) -> list[int]:
+    """Return for each row of a block the row whose content it has. `numbers` are those of its rows
+    among all that it stores.
+
+    Raises:  CorruptShard: all rows are bad.
+    """
+    rows = list(range(len(numbers)))
+    if bad and len(bad) == len(rows):
+        raise CorruptShard(
+            f"{raw.url}: all rows of block {raw.index} are bad: {bad[0]}", shard=raw.url
+        )
+    for row in bad:
+        keyed = substitute_key(seed, raw.shard, raw.first_row + numbers[row])
+        rows[row] = substitute(keyed, len(rows), bad)
+    return rows
+
+
+def taken(batch: pa.RecordBatch, rows: list[int]) -> pa.RecordBatch:
+    """Return these rows of a block, which are as many as it has."""
+    if not batch.num_columns:
+        return batch
+    chosen = pa.array(rows, pa.int64())
+    arrays = [_taken(array, chosen) for array in batch.columns]
+    return pa.RecordBatch.from_arrays(arrays, names=batch.schema.names)
+
+
+def _taken(array: pa.Array, rows: pa.Array) -> pa.Array:
+    try:
+        return array.take(rows)
+    except pa.ArrowNotImplementedError:  # string views
+        return array.cast(widened(array.type)).take(rows).cast(array.type)
+
+
+def replaced(raw: tasks.RawBlockRef, numbers: Sequence[int], bad: Bad, seed: int) -> list[Replaced]:
+    """Return the replaced rows of a block, by their numbers in the shard."""
+    rows, first = stand_ins(raw, numbers, bad, seed), raw.first_row
+    return [
+        Replaced(
+            row,
+            ReplacedRow(raw.url, raw.shard, first + numbers[row], first + numbers[rows[row]], why),
+        )
+        for row, why in bad.items()
+    ]
+
+
+def all_replaced(
+    raw: tasks.RawBlockRef, other: tasks.RawBlockRef, numbers: Sequence[int], why: str
+) -> list[Replaced]:
+    """Return all rows of a block as replaced by those with these numbers of another one."""
+    place = "" if other.url == raw.url else f" of {other.url}"
+    said = f"{why:.{_WHY_MAX}}; replaced by a row of block {other.index}{place}"
+    if raw.stored_rows:  # which of them the view has is not known
+        said = f"block {raw.index}: {said}"
+    return [
+        Replaced(
+            at,
+            ReplacedRow(raw.url, raw.shard, raw.first_row + at, other.first_row + number, said),
+        )
+        for at, number in enumerate(numbers)
+    ]
+
+
+def marked(batch: pa.RecordBatch, rows: list[Replaced]) -> pa.RecordBatch:
+    """Return the block with a list of its replaced rows."""
+    if not rows:
+        return batch
+    return batch.replace_schema_metadata({REPLACED_MARK: msgspec.json.encode(rows)})
+
+
+def replaced_of(batch: pa.RecordBatch) -> dict[int, ReplacedRow]:
+    """Return the replaced rows of a block that was decoded, by their places in it."""
+    listed = (batch.schema.metadata or {}).get(REPLACED_MARK)
+    if listed is None:
+        return {}
+    rows = msgspec.json.decode(listed, type=complete(list[Replaced]))
+    return {row.place: row.row for row in rows}

@@ -1,0 +1,303 @@
+"""Rows that cannot be read: other rows take their places, the same on every rank, in every resumed
+run, and as docs/order.md says; each is in the job's ledger, and too many end the run.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from dataplane_torch import CenterCrop, DataLoader, Pack
+from fleet import Service
+from pictures import drawn, encoded
+from shards import example_bytes, json_lines, tar_bytes, tfrecord_bytes
+
+from dataplane.cli import run
+from dataplane.model.errors import ConfigError, CorruptShard
+from dataplane.plan.tombstones import substitute, substitute_key
+
+ROWS, SHARD, GROUP, SEED, LARGE = 120, 60, 5, 5, 60_000
+BAD = (3, 17, 18, 40, 70, 119)
+BAD_GROUPS = ((0, 4), (1, 11))
+OPTIONS: dict[str, Any] = {"shuffle": True, "seed": SEED, "on_bad": "replace", "bad_max": 0.1}
+
+
+def texts() -> list[str]:
+    return [f"no. {row} " + "x" * 40 for row in range(ROWS)]
+
+
+def jsonl(shard: int) -> bytes:
+    lines = json_lines({"id": row, "text": texts()[row]} for row in of_shard(shard)).splitlines()
+    rows = zip(of_shard(shard), lines, strict=True)
+    return b"".join((line[:-5] if row in BAD else line) + b"\n" for row, line in rows)
+
+
+def tfrecord(shard: int) -> bytes:
+    records = [
+        example_bytes(
+            {"id": ("int64_list", [row]), "text": ("bytes_list", [texts()[row].encode()])}
+        )
+        for row in of_shard(shard)
+    ]
+    content, at = bytearray(tfrecord_bytes(records)), 0
+    for row, record in zip(of_shard(shard), records, strict=True):
+        if row in BAD:
+            content[at + 20] ^= 1
+        at += len(record) + 16
+    return bytes(content)
+
+
+def tar(shard: int) -> bytes:
+    def members() -> Iterator[tuple[str, bytes]]:
+        for row in of_shard(shard):
+            yield f"{row:03}.id", str(row).encode()
+            yield f"{row:03}.txt", b"\xff" * 9 if row in BAD else texts()[row].encode()
+
+    return tar_bytes(members())
+
+
+def images(shard: int) -> bytes:
+    def members() -> Iterator[tuple[str, bytes]]:
+        for row in of_shard(shard):
+            image = encoded(drawn(12, 12, seed=row % 7))
+            yield f"{row:03}.id", str(row).encode()
+            yield f"{row:03}.jpg", image[:-200] if row in BAD else image
+
+    return tar_bytes(members())
+
+
+def of_shard(shard: int) -> range:
+    return range(shard * SHARD, (shard + 1) * SHARD)
+
+
+def table_of(shard: int) -> pa.Table:
+    rows = of_shard(shard)
+    return pa.table({"id": pa.array(rows), "text": texts()[rows.start : rows.stop]})
+
+
+def parquet(shard: int) -> bytes:
+    """A file of which one row group has a wrong checksum."""
+    sink = io.BytesIO()
+    options = {"write_page_checksum": True, "compression": "none"}
+    pq.write_table(table_of(shard), sink, row_group_size=GROUP, **options)
+    content, facts = bytearray(sink.getvalue()), pq.ParquetFile(sink).metadata
+    column = facts.row_group(dict(BAD_GROUPS)[shard]).column(1)
+    at = content.index(texts()[dict(BAD_GROUPS)[shard] * GROUP + shard * SHARD].encode())
+    assert column.dictionary_page_offset < at
+    content[at] ^= 1
+    return bytes(content)
+
+
+def arrow(shard: int) -> bytes:
+    """A file of which one record batch cannot be decompressed."""
+    noise = np.random.default_rng(0).bytes(LARGE * SHARD)  # small batches are read together
+    large = [noise[LARGE * row : LARGE * (row + 1)] for row in range(SHARD)]
+    sink, table = io.BytesIO(), table_of(shard).append_column("noise", [large])
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    with pa.ipc.new_file(sink, table.schema, options=options) as writer:
+        writer.write_table(table, max_chunksize=GROUP)
+    content = bytearray(sink.getvalue())
+    ends, at = [], 0
+    while (at := content.find(b"\x28\xb5\x2f\xfd", at + 1)) >= 0:
+        ends.append(at)
+    per_batch = len(ends) * GROUP // SHARD
+    bad = ends[per_batch * dict(BAD_GROUPS)[shard]]
+    content[bad : bad + 12] = b"\0" * 12
+    return bytes(content)
+
+
+def whole(shard: int) -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(table_of(shard), sink, row_group_size=SHARD)
+    return sink.getvalue()
+
+
+FORMATS: dict[str, tuple[str, Callable[[int], bytes], dict[str, Any]]] = {
+    "jsonl": ("jsonl", jsonl, {}),
+    "tfrecord": ("tfrecord", tfrecord, {}),
+    "tar": ("tar", tar, {}),
+    "images": ("tar", images, {"transforms": {"jpg": [CenterCrop(8)]}, "columns": ["id", "jpg"]}),
+    "parquet": ("parquet", parquet, {}),
+    "arrow": ("arrow", arrow, {}),
+    "map": ("parquet", whole, {"map": "user_functions:rejects"}),
+}
+
+
+def stands_for(name: str) -> dict[int, int]:
+    """Return each bad row, and the row that takes its place."""
+    if name not in {"parquet", "arrow"}:
+        instead = {}
+        for row in BAD:
+            shard, bad = (
+                row // SHARD,
+                {other % SHARD for other in BAD if other // SHARD == row // SHARD},
+            )
+            keyed = substitute_key(SEED, shard, row % SHARD)
+            instead[row] = shard * SHARD + substitute(keyed, SHARD, bad)
+        return instead
+    groups, bad_groups = SHARD // GROUP, {shard * SHARD // GROUP + at for shard, at in BAD_GROUPS}
+    instead = {}
+    for group in bad_groups:
+        keyed, tried = substitute_key(SEED, group // groups, group % groups * GROUP), {group}
+        while (other := substitute(keyed, 2 * groups, tried)) in bad_groups:
+            tried.add(other)
+        instead |= {group * GROUP + at: other * GROUP + at for at in range(GROUP)}
+    return instead
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    name, state = f"bad-rows-{os.getpid()}:7077", str(tmp_path_factory.mktemp("state"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DATAPLANE_STATE_DIR", state)
+        patch.setenv("DATAPLANE_SERVICE", name)
+        patch.setenv("DATAPLANE_ALLOWED_FUNCTIONS", "user_functions")
+        patch.setenv(
+            "PYTHONPATH",
+            os.pathsep.join((str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", ""))),
+        )
+        arguments = ("--listen", "127.0.0.1:0", "--service", name, "--worker-count", "2")
+        with Service(*arguments, within=("env",)) as served:
+            yield served.address
+
+
+def folder_of(tmp_path: Path, name: str) -> str:
+    suffix, write, _ = FORMATS[name]
+    for shard in range(2):
+        (tmp_path / f"{shard}.{suffix}").write_bytes(write(shard))
+    return str(tmp_path)
+
+
+def ids(loader: DataLoader) -> list[int]:
+    return [number for batch in loader for number in batch["id"].tolist()]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_bad_rows_are_replaced_alike_everywhere_and_are_in_the_ledger(
+    tmp_path: Path, service: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, instead = folder_of(tmp_path, name), stands_for(name)
+    options = {**OPTIONS, "global_batch_size": 12, **FORMATS[name][2]}
+    planned = None
+    if name in {"images", "map"}:
+        plain = {"shuffle": True, "seed": SEED, "columns": ["id"], "global_batch_size": 12}
+        with DataLoader(folder, **plain) as loader:
+            planned = ids(loader)
+    with DataLoader(folder, name=name, **options) as loader:
+        alone = ids(loader)
+    if planned is not None:
+        assert alone == [instead.get(row, row) for row in planned]
+    assert sorted(alone) == sorted(instead.get(row, row) for row in range(ROWS))
+    for size in (2, 3):
+        state = None
+        parts: list[list[int]] = [[] for _ in range(size)]
+        ranks = [
+            DataLoader(folder, name=f"{name}-{size}", dp_rank=at, dp_size=size, **options)
+            for at in range(size)
+        ]
+        for at, loader in enumerate(ranks):
+            batches = iter(loader)
+            for _ in range(4):
+                parts[at] += next(batches)["id"].tolist()
+            state = loader.state_dict()
+            loader.close()
+        begun = [row for rows in zip(*parts, strict=True) for row in rows]
+        with DataLoader(folder, name=f"{name}-{size}-on", **options) as loader:
+            loader.load_state_dict(state)
+            assert begun + ids(loader) == alone
+    rows = {row["row"] + SHARD * row["shard"]: row for row in quarantined(service, name, capsys)}
+    assert rows.keys() == instead.keys()
+    if name not in {"parquet", "arrow"}:
+        assert {
+            row: SHARD * noted["shard"] + noted["instead"] for row, noted in rows.items()
+        } == instead
+
+
+def quarantined(address: str, job: str, capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    while True:
+        capsys.readouterr()
+        assert run(["ledger", "show", job, "--join", address, "--json"]) == 0
+        shown = json.loads(capsys.readouterr().out)
+        if shown[-1]["kind"] == "end":
+            entries = [entry["payload"]["rows"] for entry in shown if entry["kind"] == "quarantine"]
+            return [row for rows in entries for row in rows]
+        threading.Event().wait(0.05)
+
+
+def test_a_run_that_ended_at_a_bad_row_goes_on_with_another_one(
+    tmp_path: Path, service: str
+) -> None:
+    folder, options = folder_of(tmp_path, "jsonl"), {"shuffle": True, "seed": SEED}
+    with DataLoader(folder, 12, **options) as loader:
+        with pytest.raises(CorruptShard, match="broken JSON"):
+            list(loader)
+        state = loader.state_dict()
+    with DataLoader(folder, 12, **OPTIONS) as loader:
+        loader.load_state_dict(state)
+        rest = ids(loader)
+    with DataLoader(folder, 12, **OPTIONS) as loader:
+        assert ids(loader)[state["cursor"] :] == rest
+
+
+def test_too_many_bad_rows_end_the_run_with_a_list(tmp_path: Path, service: str) -> None:
+    folder = folder_of(tmp_path, "jsonl")
+    with DataLoader(folder, 12, **{**OPTIONS, "bad_max": 5 / ROWS}) as loader:
+        with pytest.raises(
+            CorruptShard, match=r"6 rows .* more than the 5 that bad_max= "
+        ) as caught:
+            list(loader)
+        for row in BAD:
+            assert f"{row // SHARD}.jsonl row {row % SHARD}: " in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["jsonl", "parquet"])
+def test_bad_rows_of_a_view_are_replaced_by_rows_of_it(
+    tmp_path: Path, service: str, name: str
+) -> None:
+    folder = folder_of(tmp_path, name)
+    with DataLoader(folder, 12, where="id % 2 == 0", **OPTIONS) as loader:
+        read = ids(loader)
+    bad = set(stands_for(name))
+    assert all(row % 2 == 0 and row not in bad for row in read)
+    assert {row for row in range(0, ROWS, 2) if row not in bad} == set(read)
+    for part in ("train", "validation"):
+        with DataLoader(folder, 12, split=(part, 0.5), **OPTIONS) as loader:
+            parts = set(ids(loader))
+        assert parts.isdisjoint(bad)
+        read = [*parts] if part == "train" else [*read, *parts]
+    assert len(read) == len(set(read)), "no row of one part is in the other"
+
+
+def test_documents_that_a_map_rejects_are_in_no_pack(tmp_path: Path, service: str) -> None:
+    for shard in range(2):
+        rows = of_shard(shard)
+        table = pa.table({"id": pa.array(rows), "tokens": [[row] * 9 for row in rows]})
+        pq.write_table(table, tmp_path / f"{shard}.parquet")
+    pack = Pack("tokens", length=32)
+    options = {**OPTIONS, "pack": pack, "map": "user_functions:rejects"}
+    with DataLoader(str(tmp_path), 4, **options) as loader:
+        tokens = {token for batch in loader for token in batch["tokens"].flatten().tolist()}
+    assert tokens == {row for row in range(ROWS) if row not in BAD} | {0}
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"on_bad": "skip"}, "on_bad='skip': choose \"raise\""),
+        ({"bad_max": 0.1}, 'bad_max=0.1 without on_bad="replace"'),
+        ({"on_bad": "replace", "bad_max": 0}, "bad_max=0: pass the share"),
+        ({"on_bad": "replace", "bad_max": 1.5}, "1 at most"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        DataLoader("/nowhere", 1, **options)
