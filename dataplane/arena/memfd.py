@@ -192,7 +192,7 @@ class Arena:
     def reserve(self, offset: int, length: int) -> bool:
         """Allocate the memory of bytes [offset, offset + length), unless this process did so
         before. Allocating takes 0.1 to 0.3 ms a MiB, and a tenth of it if another process did so.
-        Returns whether it allocated anything.
+        Returns whether it allocated anything that no process had written.
 
         Raises:  BudgetTooSmall: the machine, or this container, has no more memory.
         """
@@ -204,6 +204,10 @@ class Arena:
         # Another thread may have just done so.
         end = max(self._allocated.rfind(0, first, end), first) + 1
         start, stop = first * PIECE_BYTES, min(end * PIECE_BYTES, self.size_bytes)
+        # Another process may have written all of it. The kernel takes other memory for a hole.
+        if os.lseek(self.fd, start, os.SEEK_HOLE) >= stop:
+            self._allocated[first:end] = b"\1" * (end - first)
+            return False
         if pages.shared_huge_pages() == "advise":
             # Only page faults follow the advice: fallocate would allocate small pages.
             with contextlib.suppress(OSError):

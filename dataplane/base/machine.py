@@ -197,16 +197,13 @@ def has_ended(pid: int) -> bool:
 
 
 def waited_for_processor_s(pid: int) -> float:
-    """Seconds for which threads of a process were ready to run but had no processor, summed over
-    threads; 0.0 if the kernel does not report it, or the process is gone.
+    """Seconds for which the main thread of a process was ready to run but had no processor; 0.0 if
+    the kernel does not report it, or the process is gone.
 
     Source: Documentation/scheduler/sched-stats.rst (/proc/<pid>/schedstat).
     """
-    waited_ns = 0
-    for thread in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-        words = _words(thread)
-        waited_ns += int(words[1]) if len(words) > 1 else 0
-    return waited_ns / 1e9
+    words = _words(Path(f"/proc/{pid}/schedstat"))
+    return int(words[1]) / 1e9 if len(words) > 1 else 0.0
 
 
 class ProcessorWaits:

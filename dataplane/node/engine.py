@@ -534,7 +534,7 @@ class Engine:
         delivery = self._deliveries[effect.delivery_id]
 
         def report(result: tasks.ResultBody) -> None:
-            ended(_Ended(result, task.began, time.monotonic() - task.began))
+            ended(_Ended(result, task.began, task.own_s(result, time.monotonic())))
 
         task = PoolTask(
             body=body,

@@ -30,7 +30,7 @@ from typing import Self
 from dataplane.base.trace import Trace
 from dataplane.model.config import NodeConfig
 from dataplane.model.errors import ClosedError, ConfigError, DataplaneError, PeerLost
-from dataplane.node.pool_worker import PoolTask, PoolWorker, TaskQueue
+from dataplane.node.pool_worker import MANY, SPREAD_S, PoolTask, PoolWorker, TaskQueue
 from dataplane.rpc import local, tasks
 from dataplane.worker.death import Cause, ProcessEnd, blame, nobody_alive
 from dataplane.worker.forking import fork_server
@@ -40,6 +40,8 @@ from dataplane.worker.process import MEMORY_BYTES, WorkerProcess, kill_all
 _DEATHS_MAX = 2
 _QUICK_DEATHS_MAX = 5
 _WATCH_S = 0.5
+_BUSY_SHARE = 0.7
+"""Short tasks are given to so few workers that these are busy for this share of their time."""
 
 
 class WorkerPool:
@@ -70,10 +72,12 @@ class WorkerPool:
         self._quick_deaths = 0
         self.start_count = self.death_count = 0
         self._watching: asyncio.TimerHandle | None = None
+        self._spreading: asyncio.TimerHandle | None = None
         self._closed = False
         self._busy_s = 0.0
         self._made_bytes = 0
         self._looked = (time.monotonic(), 0.0, 0)
+        self._own_s, self._enough = 0.0, MANY
 
     @classmethod
     def of(cls, config: NodeConfig, trace: Trace, stderr_fd: int | None = None) -> Self:
@@ -126,6 +130,8 @@ class WorkerPool:
         (then, before_s, made_before), busy_s = self._looked, self._busy_s + under_way_s
         self._looked = (now, busy_s, made)
         seconds = max(now - then, 1e-6)
+        own_s, self._own_s = self._own_s, 0.0
+        self._enough = max(1, math.ceil(own_s / seconds / _BUSY_SHARE))
         return (busy_s - before_s) / seconds, (made - made_before) / seconds
 
     @property
@@ -205,8 +211,9 @@ class WorkerPool:
     def close(self) -> None:
         """Kill all workers and wait a few seconds for them to end. May be called twice."""
         is_first, self._closed = not self._closed, True
-        if self._watching is not None:
-            self._watching.cancel()
+        for timer in (self._watching, self._spreading):
+            if timer is not None:
+                timer.cancel()
         left = [*self._workers, *self._retired]
         for stuck in kill_all(worker.process for worker in left):
             self._trace.failed("end of worker", pid=stuck.pid, why="stuck in kernel")
@@ -243,11 +250,24 @@ class WorkerPool:
         while idle := {worker.number: worker for worker in self._workers if worker.is_idle}:
             able = [worker for worker in self._workers if not worker.is_ending]
             busy = {worker.number: worker.task for worker in able if worker.task is not None}
-            next_task = self._queue.take(list(idle), busy, len(able), time.monotonic())
+            now = time.monotonic()
+            next_task = self._queue.take(list(idle), busy, len(able), now, self._enough)
             if next_task is None:
+                self._dispatch_later()
                 return
             task, number = next_task
             self._give(idle[number], task)
+
+    def _dispatch_later(self) -> None:
+        """Look again soon if tasks were left to busy workers."""
+        if self._loop is None or self._spreading is not None or not self._queue.waiting:
+            return
+
+        def look_again() -> None:
+            self._spreading = None
+            self._dispatch()
+
+        self._spreading = self._loop.call_later(SPREAD_S, look_again)
 
     def _give(self, worker: PoolWorker, task: PoolTask) -> None:
         worker.prepare(task)
@@ -312,6 +332,7 @@ class WorkerPool:
         worker.jobs_done += 1
         now = time.monotonic()
         self._busy_s += now - task.started
+        self._own_s += task.own_s(body, now)
         self._queue.ended(task, now)
         self._made_bytes += task.made_bytes(body)
         self._quick_deaths = 0

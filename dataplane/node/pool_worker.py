@@ -63,6 +63,8 @@ class PoolTask(Struct, eq=False):
     """When a worker was chosen for the task."""
     sent: float = 0.0
     """When that worker had started up, knew all that the task needs, and got it; 0.0: not yet."""
+    queued: float = 0.0
+    """When it began to wait for a worker."""
     worker: int = 0
     """The number of the worker that has it, had it last, or should get it if it is idle."""
     unwanted_since: float | None = None
@@ -109,6 +111,11 @@ class PoolTask(Struct, eq=False):
             return 0
         rows = sum(batch.rows for batch in self.body.batches) if self.body.row_count else 0
         return result.bytes_used * self.body.row_count // rows if rows else result.bytes_used
+
+    def own_s(self, result: tasks.ResultBody, now: float) -> float:
+        """Return the time that its worker has had it, without its waits for a processor."""
+        queued = getattr(result, "queued", 0) / 1e6
+        return max(now - self.began - queued, 0.0)
 
     def retried(self) -> None:
         """Prepare the task for the next worker, since its worker has ended: the next one reports
@@ -296,16 +303,21 @@ def _in_parts(dataset: tasks.OpenDataset) -> list[tasks.OpenDataset]:
 # 3. If there are several datasets, long tasks leave one worker to the others, so that one job's
 #    slab does not wait for another job's blocks to be decoded. This needs at least two workers.
 # 4. A task only waits for a worker, or for the end of a running task, so it is enough to take the
-#    next task whenever one arrives or ends.
+#    next task whenever one arrives or ends, and SPREAD_S after one was left.
+# 5. Slabs that are not divided, since they take too little time, are left to as many workers as
+#    are enough, for SPREAD_S at most: each further worker would have to map the same blocks, which
+#    takes as long as to copy their rows.
 
 
 LONG_S = 0.5
 """Most tasks take some 10 ms. A block of a table of 100,000 columns takes seconds."""
+SPREAD_S = 0.25
 LIVE_S = 10.0
 """For this long after its last task, a dataset that has readers counts as active."""
 AHEAD = 16
 _NOBODY: frozenset[int] = frozenset()
 _FADING = 0.9
+MANY = 1 << 30
 _SHARDS_MAX = 1 << 14
 
 
@@ -333,6 +345,17 @@ class _Line(Struct, eq=False):
         oldest = ((urgency, line.tasks[0][0]) for urgency, line in self.by_urgency.items())
         return min(oldest, default=None)
 
+    def is_left_to(self, busy: Sequence[PoolTask], enough: int, now: float) -> bool:
+        """Whether its first task may wait for workers with these tasks, although another is idle:
+        see invariant 5. So many workers are `enough`.
+        """
+        task = self.by_urgency[min(self.by_urgency)].tasks[0][1]
+        body, dataset_id = task.body, task.dataset.dataset_id
+        if not isinstance(body, tasks.Assemble) or body.row_count or task.calls_function:
+            return False
+        at_work = sum(other.dataset.dataset_id == dataset_id for other in busy)
+        return at_work >= enough and now < task.queued + SPREAD_S
+
 
 class TaskQueue:
     """All waiting tasks, by dataset."""
@@ -346,7 +369,7 @@ class TaskQueue:
     def add(self, task: PoolTask, urgency: int, now: float) -> None:
         """Add a task; the smallest urgency goes first."""
         line = self._lines.setdefault(task.dataset.dataset_id, _Line())
-        line.last = now
+        line.last = task.queued = now
         waiting = line.by_urgency.setdefault(urgency, _Waiting())
         waiting.tasks.append((next(self._numbers), task))
 
@@ -373,16 +396,19 @@ class TaskQueue:
         busy: Mapping[int, PoolTask],
         worker_count: int,
         now: float,
+        enough: int = MANY,
     ) -> tuple[PoolTask, int] | None:
         """The task to start now, if there is one, and the idle worker that gets it. `busy` has the
-        tasks of the other workers, of `worker_count` in total.
+        tasks of the other workers, of `worker_count` in total; `enough` of them could do the work.
         """
         tasks = list(busy.values())
         self._forget(tasks, now)
         candidates = [
             (first, key)
             for key, line in self._lines.items()
-            if (first := line.first) and self._may_go(key, tasks, worker_count, now)
+            if (first := line.first)
+            and self._may_go(key, tasks, worker_count, now)
+            and not line.is_left_to(tasks, enough, now)
         ]
         if not candidates:
             return None

@@ -119,6 +119,7 @@ class Decoded(Message, frozen=True):
     bytes: Unsigned  # of the decoded block
     stored: bool  # false: it does not fit into `into`; retry with more room
     disk: Unsigned = 0  # waited for local files, microseconds
+    queued: Unsigned = 0  # waited for a processor, microseconds
 
 
 class Origin(Message, frozen=True):
@@ -251,6 +252,7 @@ class Extracted(Message, frozen=True):
 
     bytes: tuple[Unsigned, ...]
     disk: Unsigned = 0  # waited for local files, microseconds
+    queued: Unsigned = 0  # waited for a processor, microseconds
 
 
 class CopySlab(Message, frozen=True):
@@ -272,6 +274,7 @@ class Assembled(Message, frozen=True):
     bytes_used: Unsigned = 0
     layout: bytes = b""  # an encoded Layout; empty if nothing fitted
     disk: Unsigned = 0  # waited for local files, microseconds
+    queued: Unsigned = 0  # waited for a processor, microseconds
     replaced: tuple[ReplacedRow, ...] = ()
 
 

@@ -40,9 +40,10 @@ from dataplane.transforms.image_steps import steps_of
 Ints = npt.NDArray[np.int64]
 _NO_BLOCKS, _NO_ROWS = np.empty(0, np.int64), np.empty((0, 2), np.int32)
 _MANY = 1 << 30
-_PIECE_S, _PIECE_COLUMN_S = 0.002, 0.0001
-"""The least time of a worker for a piece of a slab, and for each of its columns: about ten times
-the cost of its message, and the time that a column takes however few rows a piece has.
+_PIECE_S, _PIECE_COLUMN_S = 0.005, 0.0001
+"""The least time of a worker for a piece of a slab, and for each of its columns: what a further
+worker costs with its message and the blocks that it must map, too; and the time that a column takes
+however few rows a piece has.
 """
 _BUSY_PIECE_S = 0.02
 """The same if every worker has a piece already. Between two pieces a worker waits a millisecond for

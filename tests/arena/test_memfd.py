@@ -42,6 +42,20 @@ def test_memory_is_used_only_once_reserved_and_two_mappings_share_it():
     arena.close()
 
 
+def test_memory_that_another_process_has_written_is_not_allocated_again():
+    arena = Arena.create("test", SIZE)
+    other, third = (Arena.attach(os.dup(arena.fd), SIZE) for _ in range(2))
+    assert arena.reserve(0, SIZE)
+    assert other.reserve(0, SIZE), "it is allocated, but has yet to be cleared"
+    arena.view(0, SIZE)[:] = bytes([7]) * SIZE
+    assert not third.reserve(0, SIZE)
+    third.prepare(0, SIZE)
+    assert third.missing_bytes(0, SIZE) == 0
+    assert bytes(third.view(SIZE - 1, 1)) == b"\x07"
+    for mapped in (arena, other, third):
+        mapped.close()
+
+
 REGIONS = st.lists(st.tuples(st.integers(0, SIZE), st.integers(0, SIZE)).map(sorted), min_size=1)
 
 

@@ -12,7 +12,7 @@ import pytest
 from pool_bench import ROOM, Bench, arrow_shards, instead_of_workers, on_bench
 
 from dataplane.model.records import Region
-from dataplane.node.pool_worker import AHEAD, LIVE_S, LONG_S, PoolTask, TaskQueue
+from dataplane.node.pool_worker import AHEAD, LIVE_S, LONG_S, SPREAD_S, PoolTask, TaskQueue
 from dataplane.rpc import tasks
 from dataplane.worker.death import WorkerPlace
 
@@ -294,3 +294,35 @@ def test_a_block_is_decoded_while_decodings_of_another_dataset_do_not_end(
             assert isinstance(await result, tasks.Decoded)
 
     on_bench(url, scene, workers=2)
+
+
+def slab_task(row_count: int = 0) -> PoolTask:
+    task = task_of(NARROW)
+    task.body = tasks.Assemble(NARROW, (), Region(0, 0), (), 1, Region(0, 0), row_count=row_count)
+    return task
+
+
+def test_undivided_slabs_are_left_for_a_while_to_as_many_workers_as_are_enough() -> None:
+    queue, now = TaskQueue(), 100.0
+    first, second, third = (slab_task() for _ in range(3))
+    for task in (first, second, third):
+        queue.add(task, 0, now)
+    assert queue.take([1, 2], {}, 2, now, enough=1) == (first, 1)
+    assert queue.take([2], {1: first}, 2, now, enough=1) is None
+    assert queue.take([2], {1: first}, 2, now, enough=2) == (second, 2)
+    assert queue.take([2], {1: task_of(WIDE)}, 2, now + SPREAD_S / 2, enough=1) == (third, 2)
+    queue.add(first, 0, now)
+    assert queue.take([2], {1: second}, 2, now + SPREAD_S, enough=1) == (first, 2)
+    divided = slab_task(row_count=8)
+    queue.add(divided, 0, now)
+    assert queue.take([2], {1: second}, 2, now, enough=1) == (divided, 2)
+    decoding = task_of(NARROW)
+    queue.add(decoding, 0, now)
+    assert queue.take([2], {1: second}, 2, now, enough=1) == (decoding, 2)
+
+
+def test_the_own_time_of_a_task_leaves_out_what_its_worker_waited_for_a_processor() -> None:
+    task = slab_task()
+    task.sent = 100.0
+    assert task.own_s(tasks.Assembled(1, queued=250_000), 101.0) == 0.75
+    assert task.own_s(tasks.Done(), 101.0) == 1.0

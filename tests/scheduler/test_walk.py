@@ -156,7 +156,7 @@ def test_a_wide_table_gets_no_more_pieces_because_each_takes_long() -> None:
         pieces = 1
         for _ in range(40):
             alone_s = 0.00001 * column_count
-            sizes.took([Batch(0, 1000, 1000)], 0.014 + pieces * alone_s)
+            sizes.took([Batch(0, 1000, 1000)], 0.033 + pieces * alone_s)
             pieces = sizes.pieces(1000, 64)
         assert pieces == found
 
