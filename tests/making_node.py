@@ -212,6 +212,7 @@ class MakerNode:
         assert self.lender.is_unchanged(number), "a slab was written while it was sent"
         self.lender.read.discard(number)
         self.lender.after.pop(number)()
+        self.making.tick()
 
     def passes(self, seconds: float) -> None:
         """Time passes."""

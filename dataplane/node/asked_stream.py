@@ -415,11 +415,6 @@ class MakingPlaces:
         self._leaving: list[MakingPlace] = []
         """Places from which something may still be read."""
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no abandoned arena is still being read."""
-        return not self._leaving
-
     def open(
         self, job_id: str, job: OpenedJob, dp_size: int, slot_bytes: int, now: float
     ) -> MakingPlace:
@@ -441,9 +436,7 @@ class MakingPlaces:
             job_id=job_id,
             is_for_nodes=True,
         )
-        for dataset in job.datasets:
-            self._opener.read(dataset)
-        self._engine.open_delivery(delivery)
+        self._opener.open_delivery(delivery)
         self._lender.lend_arena(delivery.delivery_id, arena.fd)
         return MakingPlace(delivery, sizes, HeldSlabs(layout.slot_count // _HELD_PART), now)
 
@@ -467,9 +460,7 @@ class MakingPlaces:
 
     def _close(self, place: MakingPlace) -> None:
         self._lender.return_arena(place.delivery.delivery_id)
-        self._engine.close_delivery(place.delivery)
-        for dataset in place.delivery.datasets:
-            self._opener.leave(dataset)
+        self._opener.close_delivery(place.delivery)
 
     def _layout(self, slot_bytes: int) -> SlotLayout:
         config, budget = self._config, delivery_bytes_max(self._config)

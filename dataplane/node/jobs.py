@@ -242,9 +242,7 @@ class Jobs:
         delivery.users -= 1
         if delivery.users == 0:
             self._deliveries = {k: d for k, d in self._deliveries.items() if d is not delivery}
-            self._engine.close_delivery(delivery)
-            for dataset in delivery.datasets:
-                self.opener.leave(dataset)
+            self.opener.close_delivery(delivery)
 
     def forget_manifest(self, job_id: str) -> None:
         """Forget a job's manifest when its last rank has closed it, so that the next rank lists the
@@ -332,9 +330,7 @@ class Jobs:
                 bad_limit=bad_limit(spec, opened.datasets),
             )
             self._deliveries[key] = delivery
-            for dataset in opened.datasets:
-                self.opener.read(dataset)
-            self._engine.open_delivery(delivery)
+            self.opener.open_delivery(delivery)
         return delivery
 
 
@@ -409,10 +405,6 @@ def _shuffled(job: OpenedJob, spec: JobSpec) -> list[ShuffledSource]:
 #    or closed; it holds no resources that another stream of the member needs.
 
 
-async def _at_once(_: ServedMember) -> None:
-    pass
-
-
 class Streams:
     """Opens streams."""
 
@@ -425,7 +417,7 @@ class Streams:
         member: ServedMember,
         request: messages.OpenStream,
         send: Send,
-        ready: Callable[[ServedMember], Awaitable[None]] = _at_once,
+        ready: Callable[[ServedMember], Awaitable[None]],
     ) -> tuple[ServedStream, messages.StreamOpened]:
         """Open a stream of this member, and begin to read for it as soon as it is `ready`.
 

@@ -68,7 +68,6 @@ from dataplane.store.urls import normalise
 
 JOB_IDLE_S = 600.0
 TRY_AGAIN_S = 5.0
-_LOOK_S = 1.0
 _JOBS_MAX = 64
 _PLACES_MAX = 4
 _STREAMS_MAX = 1024
@@ -123,7 +122,6 @@ class Making:
         self._places = MakingPlaces(config, engine, opener, lender)
         self._jobs: dict[tuple[str, str, tuple[str, ...]], _Job] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._timer: asyncio.TimerHandle | None = None
 
     @property
     def slab_count(self) -> int:
@@ -150,7 +148,6 @@ class Making:
             self._lender.refuse(ask.number, is_unknown=wanted.opening is None)
             return
         job.last_asked = now
-        self._keep_time()
         if job.opened is None:
             self._lender.refuse(ask.number)
             return
@@ -166,7 +163,7 @@ class Making:
             self._close(self._jobs.pop(key))
 
     def tick(self) -> None:
-        """Handle a tick; called about once a second while there are jobs."""
+        """Handle a tick; called about twice a second."""
         now = self._clock()
         for key, job in list(self._jobs.items()):
             for name, place in list(job.places.items()):
@@ -180,24 +177,11 @@ class Making:
 
     def close(self) -> None:
         """Make nothing any more. May be called twice."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
         for task in self._tasks:
             task.cancel()
         while self._jobs:
             self._close(self._jobs.popitem()[1])
         self._places.close()
-
-    def _keep_time(self) -> None:
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._look_again)
-
-    def _look_again(self) -> None:
-        self._timer = None
-        self.tick()
-        if self._jobs or not self._places.is_empty:
-            self._keep_time()
 
     def _tell(self, job: _Job, event: str, why: str, **facts: object) -> None:
         """Log this once for each job and reason."""
@@ -424,9 +408,10 @@ class Neighbourhood:
             self._lending.serve(self._asked)
 
     def tick(self) -> None:
-        """Implement `Lending.tick`."""
-        if self._lending is not None:
-            self._lending.tick()
+        """Note that time has passed; call this about twice a second."""
+        for part in (self._lending, self._making, self._manifests):
+            if part is not None:
+                part.tick()
 
     def reads(self) -> NodeReads:
         """Return what this node has read, found in memory, sent to neighbours, and made

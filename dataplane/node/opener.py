@@ -36,6 +36,7 @@ from dataplane.node.datasets import (
     with_schedule,
     with_windows,
 )
+from dataplane.node.delivery import DeliveryArena
 from dataplane.node.engine import Engine
 from dataplane.node.own_reads import CollatedReader, FirstSource, MappedReader, OwnReads
 from dataplane.node.shared_manifests import SharedManifests, Wanted
@@ -305,14 +306,17 @@ class DatasetOpener:
         """Replace datasets by equal ones that are being read, where there are any."""
         return replace(job, datasets=tuple(map(self.datasets.keep, job.datasets)))
 
-    def read(self, dataset: Dataset) -> None:
-        """Add a reader of the dataset, until `leave`."""
-        self._readers[dataset.dataset_id] += 1
+    def open_delivery(self, delivery: DeliveryArena) -> None:
+        """Allow slabs of these datasets to be made; they are read until `close_delivery`."""
+        self._readers.update(dataset.dataset_id for dataset in delivery.datasets)
+        self._engine.open_delivery(delivery)
 
-    def leave(self, dataset: Dataset) -> None:
-        """Remove one of the dataset's readers."""
-        self._readers[dataset.dataset_id] -= 1
-        self.forget_unread(dataset)
+    def close_delivery(self, delivery: DeliveryArena) -> None:
+        """Close an arena that has no users left."""
+        self._engine.close_delivery(delivery)
+        self._readers.subtract(dataset.dataset_id for dataset in delivery.datasets)
+        for dataset in delivery.datasets:
+            self.forget_unread(dataset)
 
     def forget_unread(self, dataset: Dataset) -> None:
         """Free a dataset's blocks, unless somebody reads it."""

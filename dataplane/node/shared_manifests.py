@@ -96,7 +96,6 @@ class LentManifests:
     def __init__(self, lender: Lending, numbers: Iterator[int]) -> None:
         self._lender, self._numbers = lender, numbers
         self._lent: dict[str, _Lent] = {}
-        self._timer: asyncio.TimerHandle | None = None
 
     def keep(self, line: str, generation: int, key: bytes, content: Content) -> None:
         """Send this manifest, from now on, to nodes that have the key."""
@@ -132,11 +131,15 @@ class LentManifests:
         self._lender.refuse(ask.number)
         return True
 
+    def tick(self) -> None:
+        """Free the bytes of manifests that no node has requested for a while."""
+        oldest = asyncio.get_running_loop().time() - IDLE_S
+        for lent in self._lent.values():
+            if lent.asked_at <= oldest:
+                self._drop_bytes(lent)
+
     def close(self) -> None:
         """Send nothing any more. May be called twice."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
         for lent in self._lent.values():
             self._drop_bytes(lent)
         self._lent.clear()
@@ -156,19 +159,6 @@ class LentManifests:
         lent.size_bytes = arena.size_bytes
         self._lender.lend_arena(arena_id, arena.fd)
         arena.close()  # the lender has its own descriptor
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(IDLE_S, self._drop_idle)
-
-    def _drop_idle(self) -> None:
-        self._timer = None
-        loop = asyncio.get_running_loop()
-        oldest, has_bytes = loop.time() - IDLE_S, False
-        for lent in self._lent.values():
-            if lent.asked_at <= oldest:
-                self._drop_bytes(lent)
-            has_bytes |= bool(lent.arena_id)
-        if has_bytes:
-            self._timer = loop.call_later(IDLE_S, self._drop_idle)
 
     def _drop_bytes(self, lent: _Lent) -> None:
         if lent.arena_id:

@@ -227,7 +227,7 @@ def test_bytes_that_nobody_reads_are_dropped_and_made_again_when_they_are(
         assert (await second.open()).given is not None
         second.shared.forget(WANTED)
         (lent,) = first.lent._lent.values()
-        await first.lender.until(lambda: not lent.arena_id)
+        await first.lender.until(lambda: first.lent.tick() or not lent.arena_id)
         assert (await third.open()).given is not None
 
     play(scene, tmp_path, 3)

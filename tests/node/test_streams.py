@@ -54,10 +54,13 @@ def play(scene: Scene) -> None:
     asyncio.run(whole())
 
 
+async def at_once(_: ServedMember) -> None: ...
+
+
 async def opened(
     streams: Streams, member: ServedMember, request: messages.OpenStream
 ) -> ServedStream:
-    stream, _ = await streams.open(member, request, ignored)
+    stream, _ = await streams.open(member, request, ignored, at_once)
     return stream
 
 
