@@ -21,7 +21,14 @@ from dataplane.commands.doctor import doctor
 from dataplane.commands.index import index
 from dataplane.commands.inspect import inspect
 from dataplane.commands.ledger import ledger, mix, skip, tombstone
-from dataplane.commands.options import Manner, config, config_option, is_json_asked, json_option
+from dataplane.commands.options import (
+    Manner,
+    config,
+    config_option,
+    is_json_asked,
+    json_option,
+    logs_json,
+)
 from dataplane.commands.plan import plan
 from dataplane.commands.replay import replay
 from dataplane.commands.replay import trace as trace_step
@@ -136,14 +143,14 @@ def run(arguments: Sequence[str]) -> int:
     except click.UsageError as error:
         if error.ctx is not None and is_json_asked(arguments, error.ctx.command):
             manner.as_json = True
-        return _told(error, manner)
+        return _told(error, manner, arguments)
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the outermost door
         # An OSError about a file that was opened by name has a filename; this one is about stdout.
         if isinstance(error, OSError) and error.filename is None and error.errno in _NOT_WRITTEN:
             _drop_output()
             output.stderr().print(f"error: the output cannot be written: {error.strerror}")
             return output.EXIT_NOT_WRITTEN
-        return _told(error, manner)
+        return _told(error, manner, arguments)
     return status if isinstance(status, int) else output.EXIT_OK
 
 
@@ -153,8 +160,10 @@ def _drop_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _told(error: BaseException, manner: Manner) -> int:
-    """Report the error that ended a command, as text or JSON; return the exit status."""
+def _told(error: BaseException, manner: Manner, arguments: Sequence[str]) -> int:
+    """Report the error that ended a command, as text or JSON; return the exit status. In a service
+    whose log is JSON it is a line of the log.
+    """
     is_bug = False
     match error:
         case click.Abort() | KeyboardInterrupt():
@@ -165,7 +174,9 @@ def _told(error: BaseException, manner: Manner) -> int:
             status = output.exit_code(error)
         case _:
             status, is_bug = output.EXIT_BUG, True
-    if manner.as_json:
+    if logs_json(arguments, os.environ):
+        output.log_error(error, status, with_traceback=is_bug or manner.debug)
+    elif manner.as_json:
         output.write_error_as_json(error, status, with_traceback=is_bug or manner.debug)
     elif status == output.EXIT_INTERRUPTED:
         output.stderr().print("interrupted")

@@ -499,8 +499,8 @@ def default_node_config() -> NodeConfig:
             field="worker_count",
         )
     if settings["log_level"].source == "default":
-        # An embedded node logs to the trainer's stderr.
-        config = structs.replace(config, log_level="warning")
+        # An embedded node logs to the trainer's stderr: what its user can act on.
+        config = structs.replace(config, log_level=trace.QUIET)
     return config
 
 

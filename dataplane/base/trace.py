@@ -10,10 +10,12 @@ processes call `tell_suppressed` for that; others write it before their next lin
 from __future__ import annotations
 
 import atexit
+import contextlib
 import datetime as dt
 import json
 import logging
 import math
+import os
 import re
 import sys
 import threading
@@ -21,6 +23,7 @@ import time
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
+from typing import TextIO
 
 from msgspec import Struct, field
 
@@ -138,6 +141,8 @@ class LogLimits:
 
 
 LEVELS = ("debug", "info", "warning", "error")
+QUIET = ""
+"""Level "warning", chosen by nobody: defects of ours that cost a little time are left out."""
 FORMATS = ("text", "json")
 # Control characters, surrogates, line separators, and marks that change the direction of text: a
 # terminal would execute them, or cannot show them.
@@ -193,6 +198,10 @@ class Trace:
     def broke(self, event: str, *, by: BaseException | None = None, **facts: object) -> None:
         """Log a bug in Dataplane, with the traceback of `by` or of the exception being handled."""
         self._say(logging.ERROR, event, facts, traceback_of=by or True)
+
+    def ended(self, event: str, **facts: object) -> None:
+        """Log the mistake of a user that ends this process."""
+        self._say(logging.ERROR, event, facts)
 
     def _say(
         self,
@@ -252,6 +261,7 @@ def configure(level: str, form: str) -> None:
     """Write this process's lines to stderr from this level on, in this form. Lines of libraries are
     written from level "warning" on, or at level "debug" all of them.
     """
+    logging.captureWarnings(capture=form == "json")
     log, ours = logging.getLogger(), logging.getLogger("dataplane")
     for one in [one for one in log.handlers if isinstance(one, _ToStderr)]:
         log.removeHandler(one)
@@ -261,7 +271,7 @@ def configure(level: str, form: str) -> None:
     atexit.register(_tell_at_exit)
     log.addHandler(written)
     log.setLevel(logging.DEBUG if level == "debug" else logging.WARNING)
-    ours.setLevel(level.upper())
+    ours.setLevel((level or "warning").upper())
 
 
 def _tell_at_exit() -> None:
@@ -269,14 +279,46 @@ def _tell_at_exit() -> None:
 
 
 class _ToStderr(logging.Handler):
-    """Writes to the current sys.stderr, which tests and progress bars replace."""
+    """Writes to the current sys.stderr, which tests and progress bars replace; to the one of before
+    if `wrap_stray_lines` has replaced it.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            sys.stderr.write(self.format(record) + "\n")
-            sys.stderr.flush()
+            stderr = sys.stderr if _wrapped is None else _wrapped
+            stderr.write(self.format(record) + "\n")
+            stderr.flush()
         except (OSError, ValueError, AttributeError):
             return  # stderr is missing, or its reader is gone
+
+
+_wrapped: TextIO | None = None
+
+
+def wrap_stray_lines() -> None:
+    """Have what else this process writes to stderr, such as gRPC's own lines and those of child
+    processes, be lines of the log, too: in JSON if that is its form. May be called twice.
+    """
+    global _wrapped  # noqa: PLW0603 - a process has one stderr
+    if _wrapped is not None:
+        return
+    own, other = os.pipe()
+    _wrapped = os.fdopen(os.dup(2), "w", encoding="utf-8", errors="replace")
+    os.dup2(other, 2)
+    os.close(other)
+    threading.Thread(target=_wrap, args=(own, _wrapped), name="stderr", daemon=True).start()
+
+
+def _wrap(own: int, stderr: TextIO) -> None:
+    log = logging.getLogger("dataplane.stderr")
+    with os.fdopen(own, encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if not line.startswith('{"timestamp": '):
+                log.warning("%s", line.rstrip())
+                continue
+            with contextlib.suppress(OSError, ValueError):  # from a process that logs as this one
+                stderr.write(line)
+                stderr.flush()
 
 
 class _Text(logging.Formatter):

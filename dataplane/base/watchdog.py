@@ -11,7 +11,8 @@ HOLD_S is a *hold* of the loop.
 2. The sampling thread records every LOOK_S where a late turn is, and sleeps while the loop is idle.
 3. At most one line every LINE_S, with the longest hold since the previous line. It is a warning if
    a batch may have been late: if the loop's own code ran for LATE_RAN_S (more if nobody saw where:
-   then another virtual machine may have had the processor), or if it took LATE_S in all.
+   then another virtual machine may have had the processor), or if it took LATE_S in all; never in
+   a trainer's own node, unless its log level was set.
 
 Source:  Documentation/scheduler/sched-stats.rst (schedstat of a thread)
 """
@@ -89,8 +90,8 @@ class _Samples(Struct, eq=False):
 class Watchdog:
     """Watches the event loop of the thread that starts it, until it is closed."""
 
-    def __init__(self, trace: Trace) -> None:
-        self._trace = trace
+    def __init__(self, trace: Trace, *, warns: bool = True) -> None:
+        self._trace, self._warns = trace, warns
         self._lock, self._wake = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
         self._restore: Callable[[], None] = lambda: None
@@ -206,7 +207,7 @@ class Watchdog:
         }
         if len(holds) > 1:
             facts["count"] = len(holds)
-        if longest.matters:
+        if longest.matters and self._warns:
             self._trace.failed(_SLOW, **facts)
         else:
             self._trace.started("event loop held", **facts)

@@ -4,6 +4,7 @@ resolved. Also options that several commands share, and `dataplane config`, whic
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -84,6 +85,24 @@ def is_json_asked(arguments: Sequence[str], command: click.Command) -> bool:
         for param in command.params
     )
     return has_it and "--json" in arguments
+
+
+def logs_json(arguments: Sequence[str], environ: Mapping[str, str]) -> bool:
+    """Return whether this command line, which may be wrong elsewhere, starts a service whose log is
+    JSON.
+    """
+    if "serve" not in arguments:
+        return False
+    given = {"log_format": environ.get(BY_NAME["log_format"].variable), "config": None}
+    for flag, following in zip(arguments, [*arguments[1:], None], strict=True):
+        name, equals, value = flag.partition("=")
+        if name in ("--log-format", "--config"):
+            given[name[2:].replace("-", "_")] = value if equals else following
+    if given["log_format"] is None:
+        with contextlib.suppress(ConfigError, OSError):
+            file = settings.find_file(given["config"], environ)
+            given["log_format"] = None if file is None else str(file.values.get("log_format"))
+    return given["log_format"] == "json"
 
 
 def _told_as_json(context: click.Context, _: click.Parameter, value: bool) -> bool:

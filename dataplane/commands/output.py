@@ -19,7 +19,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from dataplane.base.trace import printable
+from dataplane.base.trace import Trace, configure, printable
 from dataplane.model import errors
 from dataplane.model.redact import redacted
 
@@ -180,18 +180,32 @@ def write_error(error: BaseException) -> None:
         console.print(f"  {'what to do:':<12} {escape(advice)}", soft_wrap=True)
 
 
-def write_error_as_json(error: BaseException, status: int, *, with_traceback: bool) -> None:
-    """Print an error for programs, as one JSON object on one line of stderr."""
-    known = isinstance(error, errors.DataplaneError)
-    told: dict[str, object] = {
+def log_error(error: BaseException, status: int, *, with_traceback: bool) -> None:
+    """Log the error that ends a service, as JSON."""
+    facts = _facts_of(error, status, with_traceback=with_traceback)
+    nouns = facts.pop("nouns")
+    assert isinstance(nouns, dict)
+    configure("info", "json")
+    Trace("serve").ended("the service ends with an error", **{**nouns, **facts})
+
+
+def _facts_of(error: BaseException, status: int, *, with_traceback: bool) -> dict[str, object]:
+    is_ours = isinstance(error, errors.DataplaneError)
+    facts: dict[str, object] = {
         "error": type(error).__name__,
         "message": redacted(str(error)),
         "nouns": dict(error.nouns) if isinstance(error, errors.DataplaneError) else {},
-        "what_to_do": _first(_ADVICE, error) if known else None,
+        "what_to_do": _first(_ADVICE, error) if is_ours else None,
         "exit_status": status,
     }
     if with_traceback:
-        told["traceback"] = redacted("".join(traceback.format_exception(error)))
+        facts["traceback"] = redacted("".join(traceback.format_exception(error)))
+    return facts
+
+
+def write_error_as_json(error: BaseException, status: int, *, with_traceback: bool) -> None:
+    """Print an error for programs, as one JSON object on one line of stderr."""
+    told = _facts_of(error, status, with_traceback=with_traceback)
     sys.stderr.write(printable(json.dumps(told, default=str, ensure_ascii=False)) + "\n")
 
 

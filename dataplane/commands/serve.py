@@ -17,7 +17,7 @@ import click
 
 from dataplane.base import background, collector
 from dataplane.base.machine import raise_descriptor_limit
-from dataplane.base.trace import LEVELS, Trace, configure
+from dataplane.base.trace import LEVELS, Trace, configure, wrap_stray_lines
 from dataplane.commands.options import (
     NODE_SETTINGS,
     SECURITY_SETTINGS,
@@ -231,7 +231,10 @@ def _log_level(context: click.Context) -> str:
 
 
 def _configure_log(context: click.Context) -> None:
-    configure(_log_level(context), str(context.meta[_IN_FORCE]["log_format"].value))
+    form = str(context.meta[_IN_FORCE]["log_format"].value)
+    configure(_log_level(context), form)
+    if form == "json":
+        wrap_stray_lines()
 
 
 @asynccontextmanager

@@ -72,6 +72,11 @@ METRICS = (
         "waited for", (*_RANK, "stage"), "seconds",
     ),
     Metric(
+        "dataplane_waiting_seconds", _G, Group.WAITING,
+        "For how long the slab that a rank's trainer has requested is not ready, by the stage that "
+        "it waits for now; absent below 5 s", (*_RANK, "stage"), "seconds",
+    ),
+    Metric(
         "dataplane_first_batch_seconds", _G, Group.WAITING,
         "Time from a loader's first use to its first batch, by stage", (*_RANK, "stage"), "seconds",
     ),

@@ -51,6 +51,15 @@ _GATHERING_S = 60.0
 _GATHERED_S = 5.0
 # Limit on the outages of stores that a beat reports.
 _OUTAGES_MAX = 16
+_WAITING_S = 5.0
+"""A request that waits for longer is seen in status and metrics while it waits."""
+_BOUNDS = {
+    "fetch": "storage",
+    "decode": "decode",
+    "assemble": "assemble",
+    "room": "delivery memory",
+}
+"""Stages of a slab in the words of client/statistics.py."""
 _TEXT_MAX = 300
 # How long a node that ends waits for the coordinator to hear of it.
 _LEAVE_S = 2.0
@@ -210,7 +219,7 @@ class Heartbeat:
     async def _beat(self) -> None:
         members = list(self._jobs.members.values())
         replaced = self._engine.replaced
-        progress = tuple(replaced.report(progress_of(member)) for member in members)
+        progress = tuple(replaced.report(self._progress(member)) for member in members)
         away, holds = _away(self._outages), self._watchdog.statistics()
         known = self._jobs.tables.known()
         request = membership.HeartbeatRequest(
@@ -230,6 +239,18 @@ class Heartbeat:
                 if not verdict.missing_dp_ranks:
                     member.gathered.set()
                 await self._heed(member, verdict)
+
+    def _progress(self, member: ServedMember) -> membership.MemberProgress:
+        """Return the progress of a member. Its trainer reports what bounds it when a wait has
+        ended: during one, the node knows better.
+        """
+        progress, waits = progress_of(member), _wait_of(member, self._engine)
+        if waits is None:
+            return progress
+        waited_s, stage = waits
+        return replace(
+            progress, stall_s=progress.stall_s + waited_s, bound=_BOUNDS.get(stage, "node")
+        )
 
     def _learn(
         self,
@@ -364,6 +385,8 @@ def _of_ranks(jobs: Jobs, engine: Engine) -> Iterator[Reading]:
     ahead: dict[tuple[str, str], int] = {}
     for member in members:
         at = member.job_id, str(member.request.topology.rank)
+        if waits := _wait_of(member, engine):
+            yield Reading("dataplane_waiting_seconds", waits[0], (*at, waits[1]))
         steps = sum(map(engine.scheduler.steps_ahead, member.streams))
         ahead[at] = ahead.get(at, 0) + steps
     yield from (Reading("dataplane_steps_ahead", steps, at) for at, steps in ahead.items())
@@ -372,6 +395,13 @@ def _of_ranks(jobs: Jobs, engine: Engine) -> Iterator[Reading]:
             yield Reading("dataplane_stage_seconds", took, (job, stage))
         yield Reading("dataplane_replaced_rows_total", engine.replaced.count(job), (job,))
         yield from _of_sources(served)
+
+
+def _wait_of(member: ServedMember, engine: Engine) -> tuple[float, str] | None:
+    """Return the longest wait of a member's requests, and its stage; None if it is no stall yet."""
+    waits = (engine.scheduler.waiting(stream) for stream in member.streams)
+    longest = max(filter(None, waits), default=(0.0, ""))
+    return longest if longest[0] > _WAITING_S else None
 
 
 def _of_sources(member: ServedMember) -> Iterator[Reading]:

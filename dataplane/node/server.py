@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 
 from dataplane.arena.memfd import Arena
 from dataplane.base import background
-from dataplane.base.trace import Trace
+from dataplane.base.trace import QUIET, Trace
 from dataplane.base.watchdog import Watchdog
 from dataplane.index.indexing import work_on
 from dataplane.metrics.table import Reading
@@ -489,7 +489,7 @@ class NodeServer:
         self._neighbours = Neighbourhood(config, self.engine, opener, known, lending, lent, reads)
         tables = self._neighbours.tables
         self.jobs = Jobs(config, self.engine, coordination, node_id, opener, tables)
-        self._watchdog = Watchdog(self.trace)
+        self._watchdog = Watchdog(self.trace, warns=config.log_level != QUIET)
         self.heartbeat = Heartbeat(
             config, coordination, self.jobs, self.engine, self.node_id, self.trace, self.outages,
             self._watchdog, self._neighbours.reads, address, self._fetcher.disk_id,

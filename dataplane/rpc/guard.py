@@ -17,7 +17,7 @@ from dataplane.base.trace import Trace
 from dataplane.model.config import VERSION
 from dataplane.model.errors import AccessDenied, DataplaneError, VersionMismatch
 from dataplane.model.redact import redacted
-from dataplane.rpc.bounds import URLS_MAX
+from dataplane.rpc.bounds import NAME_LENGTH_MAX, URLS_MAX
 from dataplane.rpc.membership import (
     ChangeRequest,
     HeartbeatRequest,
@@ -38,6 +38,7 @@ from dataplane.security.urls import are_under, is_under
 _trace = Trace("security")
 _NAME_SHOWN_MAX = 256
 _NAMELESS = "a JWT without sub"
+_UNPROVED = " (by the shared token)"
 _UNKNOWN = "there is no such call here: both sides must be of one version"
 
 _Continue = Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]]
@@ -180,9 +181,10 @@ def _of_caller(request: Any, caller: Caller) -> Any:
     token allows no urls, the node's address is removed: the node gets no key, so other nodes would
     ask it for blocks that it cannot give.
     """
-    if isinstance(request, ChangeRequest) and caller.subject is not None:
-        # What the sender calls himself is no proof; without a name, at least the log says so.
-        return replace(request, by=caller.subject or _NAMELESS)
+    if isinstance(request, ChangeRequest):
+        # What the sender calls himself is no proof: the log and the ledger say so.
+        name, claimed = caller.subject, request.by[: NAME_LENGTH_MAX - len(_UNPROVED)]
+        return replace(request, by=claimed + _UNPROVED if name is None else name or _NAMELESS)
     if isinstance(request, HeartbeatRequest):
         return replace(request, node=_of_caller(request.node, caller))
     if not isinstance(request, RegisterNodeRequest):

@@ -217,6 +217,13 @@ class Scheduler:
             count += len(task.plan.batches)
         return count
 
+    def waiting(self, stream_id: int) -> tuple[float, str] | None:
+        """Return for how long a stream's oldest request has waited, and for which stage; None if
+        none waits.
+        """
+        stream = self._streams.find(stream_id)
+        return None if stream is None else self._stalls.waiting(stream, self._time.now)
+
     @property
     def held(self) -> HeldBlocks:
         """How full memory and disk are."""

@@ -20,6 +20,7 @@ from dataplane.scheduler.streams import SharedSlabs
 
 PLAN, NO_ROOM = "plan", "waiting for room in the delivery arena"
 """Stages of a slab besides those of its phase, and those that other nodes are named in."""
+_STAGES = {NO_ROOM: "room", SlabPhase.ASSEMBLING.value: "assemble"}
 _EXAMINED_MAX = 64
 """So many missing blocks show what a slab waits for."""
 _HEARD_S_MAX, _HEARD_SHARE = 5.0, 1 / 8
@@ -63,6 +64,18 @@ class Stalls:
         if now - max(since, stream.heard_at) > self._heard_s:
             stream.heard_at = now
             yield Advanced(stream.stream_id, request_id, self._progress(stream))
+
+    def waiting(self, stream: StreamState, now: float) -> tuple[float, str] | None:
+        """Return for how long a stream's oldest request has waited, and for which stage of a slab;
+        None if none waits.
+        """
+        if not stream.requests:
+            return None
+        progress = self._progress(stream)
+        stage = _STAGES.get(progress.stage, "other")
+        if progress.stage == SlabPhase.WAITING.value:
+            stage = "decode" if progress.phase is BlockPhase.DECODING else "fetch"
+        return now - stream.requests[0][1], stage
 
     def _progress(self, stream: StreamState) -> SlabProgress:
         """Return the progress of a stream's next slab."""

@@ -55,6 +55,19 @@ ALERTS = (
         "A rank of a waits 25% of its time for data: fetch",
     ),
     Alert(
+        "DataplaneTrainerStuck",
+        "max by (job, stage) (dataplane_waiting_seconds) > 60",
+        "0m", "critical",
+        "A rank of {{ $labels.job }} has waited for {{ $value | humanizeDuration }} for one slab: "
+        "{{ $labels.stage }}",
+        "It ends with an error after stall_timeout_s. The label `stage` says for what it waits, as "
+        "above; other alerts say why: the store is away, or processes die",
+        {'dataplane_waiting_seconds{job="a", rank="3", stage="fetch"}': "0+60x60"},
+        {'dataplane_waiting_seconds{job="a", rank="3", stage="fetch"}': "7x60"},
+        {"job": "a", "stage": "fetch"},
+        "A rank of a has waited for 40m 0s for one slab: fetch",
+    ),
+    Alert(
         "DataplaneTrainerStands",
         "sum by (job, rank) (rate(dataplane_samples_total[5m])) == 0",
         "15m", "warning",

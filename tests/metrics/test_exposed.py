@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import scrapes
 from awry import Mood, awry_server
 from dataplane_torch import CenterCrop, DataLoader, Mixture, Pack, Source
-from fleet import Service
+from fleet import DATAPLANE, Service, wait_until
 from pictures import drawn, encoded
 from trusted import TOKEN
 
@@ -155,6 +159,15 @@ def test_rows_that_others_replace_are_counted(scrape: Scrape, tmp_path: Path) ->
         assert scrape("dataplane_replaced_rows_total")["images",] == 2
 
 
+def bounds(service: Service) -> set[str]:
+    """What bounds ranks, as `dataplane status` says."""
+    command = [*DATAPLANE, "status", service.address, "--json"]
+    status = json.loads(
+        subprocess.run(command, env=service.environ, capture_output=True, check=True).stdout
+    )
+    return {member["bound"] for job in status["jobs"] for member in job["members"]}
+
+
 def test_a_slow_store_is_named(shards: str, tmp_path: Path) -> None:
     bodies = {f"bucket/{path.name}": path.read_bytes() for path in Path(shards).iterdir()}
     with (
@@ -179,3 +192,37 @@ def test_a_slow_store_is_named(shards: str, tmp_path: Path) -> None:
         late = counts["+Inf", slow] - counts["0.1", slow]
         assert late >= 1
         assert scrape("dataplane_read_bytes_total")["origin",] > 0
+
+
+def test_a_hung_fetcher_is_named_while_its_trainer_waits(shards: str, tmp_path: Path) -> None:
+    bodies = {f"bucket/{path.name}": path.read_bytes() for path in Path(shards).iterdir()}
+    with (
+        awry_server(bodies) as server,
+        served(tmp_path, server.environment(), "--fetch-count", "1") as service,
+        DataLoader("s3://bucket/", batch_size=BATCH, name="hung") as loader,
+    ):
+        scrape, batches = scrape_of(service), iter(loader)
+        server.usual = Mood.SLOW
+        next(batches)
+        server.usual = Mood.HANG  # for the fetchers that the node starts instead
+        fetchers = [
+            child
+            for child in psutil.Process(service.process.pid).children(recursive=True)
+            if "fetcher" in child.name() + " ".join(child.cmdline())
+        ]
+        for fetcher in fetchers:
+            fetcher.suspend()
+        thread = threading.Thread(target=list, args=(batches,))
+        thread.start()
+        try:
+            stuck = scrapes.until(partial(scrape, "dataplane_waiting_seconds"), bool)
+            assert set(stuck) == {("hung", "0", "fetch")}
+            wait_until(lambda: bounds(service) == {"storage"})
+        finally:
+            server.usual = Mood.WELL
+            server.closing.set()
+            for fetcher in fetchers:
+                with contextlib.suppress(psutil.Error):
+                    fetcher.resume()
+            thread.join()
+        assert not scrape("dataplane_waiting_seconds")

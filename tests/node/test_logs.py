@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -85,6 +86,13 @@ def test_an_embedded_node_logs_more_on_request(
     assert closed["cursor"] > 0
 
 
+def status_of(*arguments: str, stderr: IO[str]) -> int:
+    """The exit status of a service that does not start."""
+    command = [sys.executable, "-m", "dataplane", "serve", *arguments]
+    environ = os.environ | {"DATAPLANE_LOG_FORMAT": "json"}
+    return subprocess.run(command, env=environ, stderr=stderr, timeout=60, check=False).returncode
+
+
 def test_a_served_node_writes_json_on_stderr_and_only_what_is_ready_on_stdout(
     url: str, tmp_path: Path
 ) -> None:
@@ -93,6 +101,7 @@ def test_a_served_node_writes_json_on_stderr_and_only_what_is_ready_on_stdout(
             [sys.executable, "-m", "dataplane", "serve", "--listen", "127.0.0.1:0",
              "--log-format", "json"],
             stdout=subprocess.PIPE, stderr=log, text=True,
+            env=os.environ | {"GRPC_VERBOSITY": "debug"},
         )  # fmt: skip
         with service:
             assert service.stdout is not None
@@ -100,6 +109,8 @@ def test_a_served_node_writes_json_on_stderr_and_only_what_is_ready_on_stdout(
             assert service.stdout.readline() == f"ready: node {address}\n"
             with DataLoader(url, 4, name="pretrain", service=address) as loader:
                 assert sum(len(batch["id"]) for batch in loader) == 40
+            for wrong in (["--listen", address], ["--listen", "nowhere"], ["--lease-x", "1"]):
+                assert status_of(*wrong, stderr=log) == 2
             service.terminate()
             assert service.wait(60) == 0
             assert service.stdout.read() == ""
@@ -108,5 +119,11 @@ def test_a_served_node_writes_json_on_stderr_and_only_what_is_ready_on_stdout(
     events = [line["event"] for line in lines]
     assert "job opened" in events
     assert "job closed" in events
+    errors = [line for line in lines if line["event"] == "the service ends with an error"]
+    assert [line["error"] for line in errors] == ["ConfigError", "ConfigError", "NoSuchOption"]
+    assert [line.get("address", line.get("found")) for line in errors] == [address, "nowhere", None]
+    assert {line["exit_status"] for line in errors} == {2}
+    assert "log.cc" in next(line["event"] for line in lines if line["room"] == "stderr")
+    lines = [line for line in lines if line["room"] != "stderr"]
     assert len(lines) < 20, "nothing for each batch or block"
     assert all(line["timestamp"].endswith("Z") for line in lines)

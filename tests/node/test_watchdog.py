@@ -43,11 +43,11 @@ def wait_for_a_file_server(seconds: float) -> None:
     select.select([], [], [], seconds)
 
 
-def seen_of(held: Callable[[], object], count: int = 1) -> LoopHolds:
+def seen_of(held: Callable[[], object], count: int = 1, *, warns: bool = True) -> LoopHolds:
     """The reports of a watchdog on a loop that this call holds, this many times."""
 
     async def play() -> LoopHolds:
-        dog = Watchdog(Trace("test"))
+        dog = Watchdog(Trace("test"), warns=warns)
         dog.start()
         try:
             for _ in range(count):
@@ -75,6 +75,14 @@ def test_a_callback_that_computes_holds_the_loop_and_is_named(
     (line,) = lines_of(caplog)
     assert line["ran_ms"] >= 60
     assert f"{__name__}:compute_for:" in str(line["at"])
+
+
+def test_in_a_terminal_of_a_trainer_a_hold_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("DEBUG"):
+        for warns, level in ((True, "WARNING"), (False, "DEBUG")):
+            caplog.clear()
+            seen_of(lambda: compute_for(0.06), warns=warns)
+            assert [one.levelname for one in caplog.records if "took_ms" in str(one.msg)] == [level]
 
 
 def test_a_call_that_blocks_holds_the_loop_and_is_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -422,12 +422,12 @@ def test_the_ledger_and_the_log_say_whose_token_made_a_change(caplog):
         "shared": SHARED.first(),
     }
     conversations(tokens, converse)
-    assert by == ["alice@example.com", "a JWT without sub", "root@elsewhere"]
+    assert by == ["alice@example.com", "a JWT without sub", "root@elsewhere (by the shared token)"]
     lines = [one.getMessage() for one in caplog.records if "job changed" in one.getMessage()]
     assert [line.partition(" entry=")[0] for line in lines] == [
         "job changed job=j by=alice@example.com kind=skip",
         'job changed job=j by="a JWT without sub" kind=skip',
-        "job changed job=j by=root@elsewhere kind=skip",
+        'job changed job=j by="root@elsewhere (by the shared token)" kind=skip',
     ]
 
 

@@ -21,6 +21,7 @@ from dataplane.base.machine import (
     memory_limit,
     this_machine,
 )
+from dataplane.base.trace import QUIET
 from dataplane.model.errors import BudgetTooSmall, ConfigError
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -295,7 +296,7 @@ def test_an_embedded_node_logs_less_than_a_served_one_by_default(monkeypatch, tm
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("DATAPLANE_LOG_LEVEL", raising=False)
-    assert settings.default_node_config().log_level == "warning"
+    assert settings.default_node_config().log_level == QUIET
     assert settings.BY_NAME["log_level"].default(this_machine(), {}) == "info"
     (tmp_path / "dataplane.toml").write_text('log_level = "info"\nlog_format = "json"\n')
     config = settings.default_node_config()

@@ -1,0 +1,17 @@
+"""Each of six faults is named rightly by metrics, status, doctor and alerts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FAULTS = Path(__file__).parents[1] / "faults.py"
+
+
+@pytest.mark.slow
+def test_each_fault_is_named_by_metrics_status_doctor_and_the_alert_that_fires() -> None:
+    done = subprocess.run([sys.executable, FAULTS], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
