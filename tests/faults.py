@@ -289,7 +289,7 @@ def train(service: str, rank: int, step_s: float, map_name: str) -> None:
 
 
 def doctored(fault: Fault) -> str:
-    """What bounds a run of this dataset on this machine, as `dataplane doctor` says."""
+    """Return the stage that bounds a run on this machine, by `dataplane doctor`."""
     command = [*DATAPLANE, "doctor", "s3://bucket/", "--json", "--seconds", "6", "--batch-size", "4",
                "--step-ms", str(fault.step_s * 1e3), *SMALL[:8]]  # fmt: skip
     done = subprocess.run(command, capture_output=True, check=False, env=os.environ)

@@ -160,7 +160,7 @@ def test_rows_that_others_replace_are_counted(scrape: Scrape, tmp_path: Path) ->
 
 
 def bounds(service: Service) -> set[str]:
-    """What bounds ranks, as `dataplane status` says."""
+    """Return the stages that bound ranks, by `dataplane status`."""
     command = [*DATAPLANE, "status", service.address, "--json"]
     status = json.loads(
         subprocess.run(command, env=service.environ, capture_output=True, check=True).stdout
