@@ -38,8 +38,6 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # With a second or more, nodes of loaders of this process would stay for their next one.
 os.environ.setdefault("DATAPLANE_LINGER_S", "0.9")
-# Nodes of trainers log what held their loops only if somebody has chosen a level.
-os.environ.setdefault("DATAPLANE_LOG_LEVEL", "warning")
 
 # A shell has what runs in its background ignore SIGINT, and so would all that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

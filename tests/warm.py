@@ -236,7 +236,12 @@ def start_nodes_by_forks(python: WarmPython, setattr_: Callable[[Any, str, Any],
         return python.run_module(
             "dataplane.node", "--embedded", "--listener-fd", listener, "--stderr-fd", stderr,
             "--opening-fd", opening,
-            environ={**launch._environment(), **dict(pair.split("=", 1) for pair in given[1:])},
+            environ={
+                # They log what held their loops only if somebody has chosen a level.
+                "DATAPLANE_LOG_LEVEL": "warning",
+                **launch._environment(),
+                **dict(pair.split("=", 1) for pair in given[1:]),
+            },
             stderr=log_fd, inherits=handed_down,
         )  # fmt: skip
 

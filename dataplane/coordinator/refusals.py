@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dataplane.coordinator.records import Job, Member, place_of
+from dataplane.model.config import PROTOCOL_OLDEST
 from dataplane.model.errors import (
     ConfigError,
     LeaseExpired,
@@ -242,14 +243,30 @@ def version_mismatch(
     node: RegisterNodeRequest, version: str, protocol: int
 ) -> VersionMismatch | None:
     """Return the refusal of a node that speaks another protocol; None if versions work together."""
-    if node.protocol == protocol and node.version:
+    oldest = max(protocol - 1, min(PROTOCOL_OLDEST, protocol))
+    if oldest <= node.protocol <= protocol and node.version:
         return None
+    spoken = f"{oldest} and {protocol}" if oldest < protocol else f"{protocol}"
     return VersionMismatch(
         f"node {node.node_id} on {node.host} (dataplane {node.version}) speaks protocol "
-        f"{node.protocol}, the coordinator (dataplane {version}) speaks {protocol}: "
+        f"{node.protocol}, the coordinator (dataplane {version}) speaks {spoken}: "
         "install the same version on both",
         expected=protocol,
         found=node.protocol,
+    )
+
+
+def two_protocols(
+    job_id: str, own: RegisterNodeRequest, other: RegisterNodeRequest
+) -> VersionMismatch:
+    """Return the refusal of a member whose node cannot talk to the others of its job."""
+    return VersionMismatch(
+        f"job {job_id!r}: node {own.node_id} on {own.host} (dataplane {own.version}) speaks "
+        f"protocol {own.protocol}, and {other.node_id} on {other.host} (dataplane "
+        f"{other.version}), which serves the job, {other.protocol}: install the same version on "
+        "all hosts of a job",
+        expected=other.protocol,
+        found=own.protocol,
     )
 
 

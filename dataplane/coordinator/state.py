@@ -184,6 +184,7 @@ class CoordinatorState:
             self._writes += roster.begin(job, self._now)
         else:
             self._expire(roster)
+            self._check_same_protocol(roster, request)
             self._admit(roster, request)
         self._seat(roster, request)
         self._nodes.want_makers(request.node_id, (request.job_id,), self._clock)
@@ -197,6 +198,20 @@ class CoordinatorState:
         return JoinResponse(
             job.generation, self._lease_s, nodes, entries, *marks, roster.is_complete
         )  # fmt: skip
+
+    def _check_same_protocol(self, roster: Roster, request: JoinRequest) -> None:
+        """Refuse a member whose node cannot talk to that of another member of its launch. One of
+        them is enough, since all were compared when they joined.
+        """
+        if request.incarnation != roster.job.incarnation:
+            return
+        own = self._nodes.records.get(request.node_id)
+        some = (one for one in roster.joined_first(2) if one.member_id != request.member_id)
+        others = (self._nodes.records.get(member.node_id) for member in some)
+        other = next(filter(None, others), None)
+        if own is None or other is None or own.request.protocol == other.request.protocol:
+            return
+        raise refusals.two_protocols(request.job_id, own.request, other.request)
 
     def _admit(self, roster: Roster, request: JoinRequest) -> None:
         """Refuse a launch or spec that does not match, or begin a generation if it may."""

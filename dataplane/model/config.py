@@ -100,6 +100,9 @@ VERSION = "0.1.0"  # the build reads it here
 # Trainers, nodes and coordinators work together if they have the same number. The first change of
 # any message between processes, or of a job's options, after a release raises it.
 PROTOCOL_VERSION = 6
+# A coordinator also speaks the number before, but none before this one. If calls of a coordinator
+# change in a way that nodes of the number before do not understand, set both to the new number.
+PROTOCOL_OLDEST = 6
 # The order of samples that docs/order.md specifies. States and digests of shuffled jobs contain it.
 ORDER_VERSION = 2
 

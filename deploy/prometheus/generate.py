@@ -56,7 +56,7 @@ ALERTS = (
     ),
     Alert(
         "DataplaneTrainerStuck",
-        "max by (job, stage) (dataplane_waiting_seconds) > 60",
+        "max by (job, stage) (dataplane_waiting_seconds) > 30",
         "0m", "critical",
         "A rank of {{ $labels.job }} has waited for {{ $value | humanizeDuration }} for one slab: "
         "{{ $labels.stage }}",
@@ -124,7 +124,7 @@ ALERTS = (
     ),
     Alert(
         "DataplaneProcessesDie",
-        "sum by (instance, kind) (increase(dataplane_process_deaths_total[15m])) > 3",
+        "sum by (instance, kind) (increase(dataplane_process_deaths_total[15m])) > 2.5",
         "0m", "critical",
         "Processes ({{ $labels.kind }}) of the node {{ $labels.instance }} die again and again",
         "The log of the node says how (`worker ended`, `fetcher ended`): look for an OOM killer, a "

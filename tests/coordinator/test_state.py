@@ -8,7 +8,13 @@ from msgspec import structs
 from dataplane.coordinator.records import Member
 from dataplane.coordinator.state import CoordinatorState
 from dataplane.model.config import PROTOCOL_VERSION
-from dataplane.model.errors import ConfigError, LeaseExpired, LeaseFenced, SpecMismatch
+from dataplane.model.errors import (
+    ConfigError,
+    LeaseExpired,
+    LeaseFenced,
+    SpecMismatch,
+    VersionMismatch,
+)
 from dataplane.model.records import ColumnOptions
 from dataplane.rpc.membership import LeaveRequest, StatusRequest
 
@@ -362,6 +368,31 @@ def test_7_a_member_that_leaves_is_remembered_with_its_progress(machine, lost):
     assert machine.job().members[0].cursor == 48
     machine.restart()
     assert machine.job().cursor == machine.job().members[0].cursor == 48
+
+
+def test_nodes_of_the_protocol_before_may_join_and_none_before_that():
+    newest = PROTOCOL_VERSION + 1
+    ids = {"coordinator_id": "c", "version": VERSION, "protocol": newest}
+    state = CoordinatorState(**ids, lease_s=LEASE_S, now=0.0)
+
+    def answer(event):
+        return state.decide(event, 1.0).answer
+
+    for name, protocol in (("new", newest), ("old", newest - 1)):
+        assert answer(node(name, protocol=protocol)).lease_s == LEASE_S
+        assert answer(join(0, job=name, node_id=name)).generation == 1
+        assert not isinstance(answer(beat(node_id=name, protocol=protocol)), VersionMismatch)
+    for name, protocol in (("older", newest - 2), ("future", newest + 1)):
+        refused = answer(node(name, protocol=protocol))
+        assert isinstance(refused, VersionMismatch)
+        assert f"speaks protocol {protocol}," in str(refused)
+        assert f"speaks {newest - 1} and {newest}: install" in str(refused)
+        assert isinstance(answer(join(0, job=name, node_id=name)), VersionMismatch)
+    # Nodes of one job talk to each other: they are of one version, until another launch begins.
+    mixed = answer(join(1, job="new", node_id="old"))
+    assert isinstance(mixed, VersionMismatch)
+    assert f"old on host-old (dataplane {VERSION}) speaks protocol {newest - 1}" in str(mixed)
+    assert answer(join(1, job="new", node_id="old", incarnation="i2")).generation == 2
 
 
 def test_nodes_with_tokens_for_one_job_have_so_many_places_and_status_shows_the_last_ones(
