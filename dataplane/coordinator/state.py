@@ -206,8 +206,11 @@ class CoordinatorState:
         if request.incarnation != roster.job.incarnation:
             return
         own = self._nodes.records.get(request.node_id)
-        some = (one for one in roster.joined_first(2) if one.member_id != request.member_id)
-        others = (self._nodes.records.get(member.node_id) for member in some)
+        others = (
+            self._nodes.records.get(member.node_id)
+            for member in roster.joined_first(2)
+            if member.member_id != request.member_id
+        )
         other = next(filter(None, others), None)
         if own is None or other is None or own.request.protocol == other.request.protocol:
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -34,6 +35,26 @@ def test_files_are_those_of_the_table(generate: Any) -> None:
         assert (FOLDER / name).read_text(encoding="utf-8") == content(), f"{name}: {AGAIN}"
     page = generate.DOCS.read_text(encoding="utf-8")
     assert page == generate.with_tables(page), f"docs/metrics.md: {AGAIN}"
+
+
+def test_each_alert_has_a_runbook_with_what_to_do(generate: Any, tmp_path: Path) -> None:
+    sections = dict(
+        re.findall(
+            r"^## (\w+)\n\n(.*?)(?=^## |\Z)",
+            generate.RUNBOOKS.read_text(),
+            re.MULTILINE | re.DOTALL,
+        )
+    )
+    for alert in generate.ALERTS:
+        assert f"runbook_url: docs/runbooks.md#{alert.name.lower()}\n" in generate.rules()
+        assert len(sections[alert.name]) > 100, alert.name
+    generate.RUNBOOKS = tmp_path / "runbooks.md"
+    generate.RUNBOOKS.write_text("# Runbooks\n")
+    try:
+        with pytest.raises(ValueError, match="no section DataplaneTrainerWaits"):
+            generate.rules()
+    finally:
+        generate.RUNBOOKS = generate.DOCS.with_name("runbooks.md")
 
 
 def test_an_expression_with_an_unknown_metric_is_refused(generate: Any) -> None:
