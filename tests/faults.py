@@ -111,9 +111,9 @@ class Fault:
     metric: str
     """True while the metrics name the fault."""
     stage: str
-    """Of dataplane_exposed_seconds_total; "" if trainers hardly wait."""
+    """The stage of dataplane_exposed_seconds_total; "" if trainers hardly wait."""
     bound: str
-    """What bounds rank 0 by `dataplane status`, and the run of `dataplane doctor`; "" for none."""
+    """The bound of rank 0 by `dataplane status`, and the run of `dataplane doctor`; "" for none."""
     alerts: frozenset[str]
     """All of these fire at some time, and no other but those of `may`."""
     may: frozenset[str] = frozenset()

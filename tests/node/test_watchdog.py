@@ -82,7 +82,9 @@ def test_in_a_terminal_of_a_trainer_a_hold_is_no_warning(caplog: pytest.LogCaptu
         for warns, level in ((True, "WARNING"), (False, "DEBUG")):
             caplog.clear()
             seen_of(lambda: compute_for(0.06), warns=warns)
-            assert [one.levelname for one in caplog.records if "took_ms" in str(one.msg)] == [level]
+            assert [line.levelname for line in caplog.records if "took_ms" in str(line.msg)] == [
+                level
+            ]
 
 
 def test_a_call_that_blocks_holds_the_loop_and_is_named(caplog: pytest.LogCaptureFixture) -> None:
