@@ -27,12 +27,16 @@ _COUNTS_MAX = 64
 
 
 def sample_count(session: Session, epoch: int) -> int:
-    """Return how many samples an epoch has. The node is asked only if weights change in the job.
+    """Return how many samples an epoch has. The node is asked only if weights change in the job,
+    and about the first epoch of a stage that has only what was unread.
 
     Raises:  DataplaneError: as the node says.
     """
     job, mix = session.job, session.mix
-    if mix is None or (mix == _own(session) and len(mix.changes) == 1):
+    is_reduced = (
+        epoch == job.spec.first_epoch and any(job.spec.stages[-1:]) and (job.spec.stages[-1].unread)
+    )
+    if not is_reduced and (mix is None or (mix == _own(session) and len(mix.changes) == 1)):
         return job.sample_count
     counts, at = session.epoch_samples, (epoch, mix)
     if at not in counts:
@@ -169,7 +173,7 @@ def _own(session: Session) -> MixHistory | None:
     return None if mixture is None else mixture.history
 
 
-def _sample_count(epoch: int, mix: MixHistory, mount: Mount, deadline: float) -> int:
+def _sample_count(epoch: int, mix: MixHistory | None, mount: Mount, deadline: float) -> int:
     body, _ = mount.call(DescribeEpoch(mount.job_id, epoch, mix), deadline)
     if not isinstance(body, EpochDescribed):
         raise PeerLost(f"the node answered with {body!r:.200}", peer=mount.node_id)

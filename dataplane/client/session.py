@@ -94,7 +94,7 @@ class Session:
         here. Replaced when others become known."""
         self.mixes_applied: set[int] = set()
         """The requested weights that are in `mix`, since a pass has reached their place."""
-        self.epoch_samples: dict[tuple[int, MixHistory], int] = {}
+        self.epoch_samples: dict[tuple[int, MixHistory | None], int] = {}
         """How many samples epochs have with these weights, as far as the node was asked."""
         self._closed = False
         self._pid = os.getpid()
@@ -290,17 +290,19 @@ class Session:
                 warnings.warn(sentence, stacklevel=2)
         return mount
 
-    def change(self, stages: tuple[Stage, ...]) -> bool:
-        """Make this the job of a run with these former stages. If another one was opened, leave it.
-        Return whether it was another one.
+    def change(self, stages: tuple[Stage, ...], epoch: int = 0) -> None:
+        """Make this the job of a run with these former stages, which continues in this epoch. If
+        another one was opened, leave it.
         """
         request = self.request
-        if request.spec.stages == stages:
-            return False
+        first = stages[-1].next_epoch if stages else 0
+        is_same = (request.epoch <= first) == (epoch <= first) or not stages
+        if request.spec.stages == stages and is_same:
+            return
         with self._making:
             mount, self._mount, self._job = self._mount, None, None
             self.request = structs.replace(
-                request, spec=structs.replace(request.spec, stages=stages)
+                request, spec=structs.replace(request.spec, stages=stages), epoch=epoch
             )
             self._member_id = _member_id(request)
             self._mix = None
@@ -309,7 +311,6 @@ class Session:
         self.mixes_asked = ()
         if mount is not None:
             mount.retire()
-        return True
 
     def lost(self, mount: Mount) -> None:
         """Stop sending requests to this mount: `mount()` makes another."""

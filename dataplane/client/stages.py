@@ -22,17 +22,22 @@ from dataplane.rpc.messages import JobOpened
 _Struct = TypeVar("_Struct", bound=Struct)
 RESTART, UNREAD = "restart", "unread"
 """The values of `change`: what the first epoch of the new stage has."""
-CHANGES = (RESTART,)
+CHANGES = (RESTART, UNREAD)
+Named = tuple[tuple[str, tuple[str, ...]], ...]
+"""Urls of datasets by the names of sources, "" without a mixture."""
 
 
-def stages_with(state: RunState, change: str) -> tuple[Stage, ...]:
-    """Return the stages of a run that goes on from this state with another recipe.
+def stages_with(state: RunState, change: str, before: Named = ()) -> tuple[Stage, ...]:
+    """Return the stages of a run that goes on from this state with another recipe. The datasets of
+    the state were at the urls `before`.
 
     Raises:  ConfigError: there is no such change.
     """
     if change not in CHANGES:
         raise ConfigError(
-            f'change={change!r:.80}: pass "restart": the new recipe begins an epoch with all data',
+            f'change={change!r:.80}: pass "restart" (the new recipe begins an epoch with all of '
+            'its data) or "unread" (one with what the interrupted epoch had not delivered, and all '
+            "that is new)",
             field="change",
         )
     ended = Stage(
@@ -44,6 +49,7 @@ def stages_with(state: RunState, change: str) -> tuple[Stage, ...]:
         "" if state.digest is None else state.digest.value,
         unread=change == UNREAD,
         spec=_spec(state),
+        before=before,
     )
     return (*state.stages, ended)
 

@@ -157,8 +157,8 @@ _OLD_SHARDS = (
     "their urls"
 )
 _CHANGE = (
-    'to go on from here with another recipe or other shards, load it with change="restart" '
-    "(docs/training.md)"
+    'to go on from here with another recipe or other shards, load it with change="restart" or '
+    'change="unread" (docs/training.md)'
 )
 
 
@@ -327,7 +327,7 @@ class RunState(Struct, frozen=True):
     def _has_as_many(self, job: JobOpened) -> bool:
         # The number of samples depends on the weights of a mixture, and on the epoch after a change
         # that leaves delivered samples out, so it is not compared then.
-        is_reduced = any(stage.unread for stage in job.spec.stages[-1:])
+        is_reduced = any(stage.unread for stage in self.stages[-1:])
         return is_reduced or self.mix is not None or self.sample_count == job.sample_count
 
     def _dataset_problems(self, job: JobOpened, dataset_moved: bool) -> Iterator[_Problem]:

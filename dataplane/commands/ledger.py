@@ -435,6 +435,16 @@ def show(settings: Settings, *, job: str, as_json: bool) -> None:
         lines = [json.loads(entry.line) for entry in parsed.entries]
         output.write_json(lines)
         return
+    if stages := parsed.spec.stages:
+        output.write_table(
+            ("stage", "ended in epoch", "cursor", "samples", "next began with", "digest of rows"),
+            [
+                (f"{number}", f"{stage.epoch}", f"{stage.cursor}", f"{stage.sample_count}",
+                 "what was unread" if stage.unread else "everything", stage.rows)
+                for number, stage in enumerate(stages, 1)
+            ],
+            f"former stages of job {parsed.job_id}",
+        )  # fmt: skip
     headings = ("entry", "when", "by", "what", "epoch", "cursor", "about")
     output.write_table(headings, map(_row, parsed.entries), f"job {parsed.job_id}")
 

@@ -60,6 +60,7 @@ def trace(
     """
     job = traced(settings, options)
     epoch, step = which.of(job)
+    job = job.at(epoch)
     rows = step_rows(job, step, epoch, dp_rank, options["cursor"])
     if job.is_packed:
         _show_documents(job, rows, step, epoch, as_json=as_json)
@@ -182,6 +183,7 @@ def replay(
     """
     job = traced(settings, options)
     epoch, step = which.of(job)
+    job = job.at(epoch)
     rows = step_rows(job, step, epoch, dp_rank, options["cursor"])
     if job.is_packed:
         from dataplane.commands.documents import replayed_documents

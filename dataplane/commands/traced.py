@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from msgspec import structs
 
 from dataplane.base import suffixes
 from dataplane.commands.options import (
@@ -32,7 +33,7 @@ from dataplane.store.urls import exists
 
 if TYPE_CHECKING:
     from dataplane.model.changes import EpochSteps
-    from dataplane.model.config import JobSpec
+    from dataplane.model.config import JobSpec, Stage
     from dataplane.plan.manifest import Manifest
     from dataplane.plan.order import TracedOrder
     from dataplane.plan.windows import Int64
@@ -117,6 +118,24 @@ class Traced:
     dp_size: int
     reached: tuple[int, int] | None
     ledger: Ledger | None = None
+    at_stage: Callable[[Traced, int], Traced] | None = None
+
+    def at(self, epoch: int) -> Traced:
+        """Return the job as it was in an epoch: with the recipe and datasets of its stage.
+
+        Raises:  ConfigError: the datasets of a former stage, or its batches, are unknown.
+        """
+        return self if self.at_stage is None else self.at_stage(self, epoch)
+
+    def steps_made(self, epoch: int) -> int:
+        """Return how many steps the run makes of an epoch: of one within which the recipe was
+        changed, those before that.
+        """
+        job = self.at(epoch)
+        for stage in self.spec.stages:
+            if stage.epoch == epoch and stage.cursor:
+                return -(-stage.cursor // job.spec.global_batch)
+        return job.step_count(epoch)
 
     @property
     def is_packed(self) -> bool:
@@ -205,10 +224,10 @@ class StepAsked:
             return job.epoch if self.epoch is None else self.epoch, self.step
         assert self.global_step is not None
         left = self.global_step
-        if job.spec.mixture is None:
+        if job.spec.mixture is None and not job.spec.stages:
             return divmod(left, max(1, job.step_count(0)))
         for epoch in range(_EPOCHS_MAX):  # epochs may differ in length
-            count = job.step_count(epoch)
+            count = job.steps_made(epoch)
             if left < count:
                 return epoch, left
             left -= count
@@ -268,6 +287,8 @@ def traced(settings: Settings, options: Mapping[str, Any]) -> Traced:
         ledger = live_ledger(settings, target[0])
     else:
         raise ConfigError(f"{' '.join(target)}: give the urls of one dataset, a ledger, or a job")
+    if ledger.spec.stages and "global_batch" in given:  # that of a former stage
+        given.remove("global_batch")
     if given:
         raise ConfigError(
             f"--{given[0].replace('_', '-')} is for urls, and the ledger of a job"
@@ -342,7 +363,83 @@ def of_ledger(settings: Settings, options: Mapping[str, Any], ledger: Ledger) ->
     ]
     dp_size = options["dp_size"] or ledger.dp_size
     reached = ledger.epoch, ledger.cursor
-    return Traced(tuple(sources), ledger.spec, dp_size, reached, ledger)
+    at_stage = _stages(settings, options) if ledger.spec.stages else None
+    return Traced(tuple(sources), ledger.spec, dp_size, reached, ledger, at_stage)
+
+
+def _stages(settings: Settings, options: Mapping[str, Any]) -> Callable[[Traced, int], Traced]:
+    """Return the function that finds the stage of an epoch (`Traced.at`)."""
+    from dataplane.commands.datasets import STORES
+    from dataplane.commands.packs import packs_in
+    from dataplane.index.viewing import viewed
+    from dataplane.plan.stages import SourceRead, former_job, sources_of, with_left
+    from dataplane.plan.views import rows_only
+    from dataplane.settings import node_config
+
+    config = node_config(settings)
+
+    def samples(whole: Manifest, view: View, seed: int) -> Manifest:
+        rows = viewed(whole, rows_only(view), STORES.connect, config)
+        return rows if view.pack is None else packs_in(rows, view, seed, config)
+
+    @functools.cache
+    def opened(urls: tuple[str, ...]) -> Manifest:
+        return _opened(settings, options, urls, "", View())
+
+    def at(job: Traced, epoch: int) -> Traced:
+        spec, manifests = job.spec, [source.manifest for source in job.sources]
+        before = [
+            SourceRead(name, View(), opened(urls))
+            for stage in reversed(spec.stages)
+            for name, urls in (stage.before if epoch <= spec.first_epoch else ())
+        ]
+        if epoch == spec.first_epoch:
+            manifests = with_left(spec, manifests, samples, before)
+        while epoch < spec.first_epoch:
+            ended = spec.stages[-1]
+            sources = [*before, *sources_of(spec, manifests)]
+            spec, manifests = former_job(spec.stages, sources, samples)
+            job = _former(job, spec, ended, epoch, options["global_batch"])
+        if manifests == [source.manifest for source in job.sources] and epoch > spec.first_epoch:
+            return job
+        read = tuple(
+            TracedSource(
+                source.name, source.manifest, source.view,
+                None if source.view.pack is None
+                else viewed(source.whole, rows_only(source.view), STORES.connect, config),
+            )
+            for source in sources_of(spec, manifests)
+        )  # fmt: skip
+        batch = job.spec.global_batch
+        spec = structs.replace(spec, global_batch=batch)
+        return dataclasses.replace(job, sources=read, spec=spec, at_stage=None)
+
+    return functools.lru_cache(8)(at)
+
+
+def _former(job: Traced, spec: JobSpec, ended: Stage, epoch: int, batch: int | None) -> Traced:
+    """Return a job with the ledger of a former stage. Its global batch is that of the launch that
+    read the epoch, or the one that the user gives.
+
+    Raises:  ConfigError: the global batch is unknown.
+    """
+    from dataplane.model.changes import number_of
+
+    ledger = job.ledger
+    assert ledger is not None
+    starts = [entry for entry in ledger.entries if entry.kind == "start"]
+    for entry in starts if batch is None else ():
+        if entry.position.epoch <= epoch:
+            batch = number_of(entry, "global_batch", 1)
+    if batch is None:
+        raise ConfigError(
+            f"epoch {epoch} belongs to a former stage of job {ledger.job_id!r}, and its ledger does"
+            " not say how many samples a step had then: pass --global-batch",
+            field="global_batch",
+        )
+    spec = structs.replace(spec, global_batch=batch)
+    ledger = structs.replace(ledger, spec=spec, dataset=ended.dataset)
+    return dataclasses.replace(job, spec=spec, ledger=ledger)
 
 
 def _source(

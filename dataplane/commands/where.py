@@ -64,6 +64,7 @@ def where(
     shard_name, row = split_row(row_name)
     job = traced(settings, asked)
     first, stop = _epochs(epochs, job)
+    job = job.at(first)
     number, shard = _shard(job, source_name, shard_name)
     source = job.sources[number]
     names = row_names(source.of_rows, source.view)
@@ -188,11 +189,20 @@ def _seen(job: Traced, epoch: int, place: Place, about: Mapping[str, Any]) -> bo
 def _epochs(text: str | None, job: Traced) -> tuple[int, int]:
     if text is None:
         return (
-            (0, 1) if job.reached is None else (max(0, job.epoch + 2 - EPOCHS_MAX), job.epoch + 2)
+            (0, 1)
+            if job.reached is None
+            else (max(job.spec.first_epoch, job.epoch + 2 - EPOCHS_MAX), job.epoch + 2)
         )
     first, mark, stop = text.partition(":")
     if first.isdecimal() and (not mark or stop.isdecimal()):
         found = int(first), int(stop) if mark else int(first) + 1
+        borders = [stage.next_epoch for stage in job.spec.stages]
+        if any(found[0] < border < found[1] for border in borders):
+            raise ConfigError(
+                f"--epochs {text}: the recipe of this run changed at epochs "
+                f"{', '.join(map(str, borders))}, and a row may have another name since: give "
+                "epochs of one stage"
+            )
         if 0 < found[1] - found[0] <= EPOCHS_MAX:
             return found
     raise ConfigError(

@@ -296,7 +296,8 @@ class Stage(Struct, frozen=True):
     All ranks together had consumed `cursor` samples of `epoch`, which had `sample_count`. `digest`
     is that of its spec, `dataset` the identity of what it read, and `rows` the digest of the rows
     of all steps up to its end. `unread` says whether the next stage began with what the interrupted
-    epoch had not delivered. `spec` is what is known of its spec without its dataset: fingerprints
+    epoch had not delivered; `before` then has the urls of its datasets, by the names of sources, if
+    the user gave them. `spec` is what is known of its spec without its dataset: fingerprints
     are "", and the windows of a mixture's sources unknown. It is None if the state did not have it.
     """
 
@@ -308,6 +309,7 @@ class Stage(Struct, frozen=True):
     rows: str = ""
     unread: bool = False
     spec: JobSpec | None = None
+    before: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     @property
     def next_epoch(self) -> int:

@@ -45,7 +45,8 @@ from dataplane.plan.manifest import Manifest
 from dataplane.plan.orders import sample_count_of
 from dataplane.plan.packed_blocks import with_counts
 from dataplane.plan.packs import Packing
-from dataplane.plan.views import identity_of, mixed_identity, samples_of
+from dataplane.plan.stages import SourceRead, with_left
+from dataplane.plan.views import identity_of, mixed_identity, rows_only, samples_of
 from dataplane.rpc import messages
 from dataplane.rpc.bounds import check_name
 from dataplane.scheduler import budgets
@@ -222,6 +223,7 @@ class DatasetOpener:
             return await self._mixture(request, digest)
         opened = await self.manifest(request)
         spec = _settled(spec_of(opened, request), opened.identity)
+        (opened,) = await self._with_left(request, spec, (opened,))
         self._check_digest(request, spec, digest)
         manifest, dp_size = opened.manifest, request.topology.dp_size
         mapped = await self._mapped_reader.of_job(manifest, spec)
@@ -271,6 +273,8 @@ class DatasetOpener:
             spec = _settled(mixed_spec(request, specs, datasets), identity)
             self._check_digest(request, spec, digest)
             delivered_columns(datasets[0].columns.specs, spec)
+            opened = await self._with_left(request, spec, opened)
+            manifests = [part.manifest for part in opened]
             counts = [manifest.sample_count for manifest in manifests]
             spec = await asyncio.to_thread(with_schedule, spec, counts)
             count = await asyncio.to_thread(sample_count_of, spec, manifests, 0)
@@ -288,6 +292,43 @@ class DatasetOpener:
         former = opened.packed.take_counted()
         if former is not None:
             await self._engine.inherit(dataset, former)
+
+    async def _with_left(
+        self, request: messages.OpenJob, spec: JobSpec, opened: tuple[Opened, ...]
+    ) -> tuple[Opened, ...]:
+        """Add what is left of the datasets for the first epoch of this stage, if it reads that.
+
+        Raises:  ConfigError: what the stage before has delivered cannot be computed.
+        """
+        stages = spec.stages
+        if request.epoch > spec.first_epoch or not any(stage.unread for stage in stages[-1:]):
+            return opened
+        loop, source = asyncio.get_running_loop(), request.source
+
+        async def packed(rows: Manifest, view: View, seed: int) -> Manifest:
+            counted = await self._pack_counter.packed(rows, view, seed, source.urls)
+            former = counted.take_counted()
+            if former is not None:
+                self._engine.forget_dataset(former)
+            return counted.manifest
+
+        def viewed(whole: Manifest, view: View, seed: int) -> Manifest:
+            view, seed = samples_of(canonical_view(view), seed)
+            rows = self._open_manifest(source, rows_only(view), whole)
+            return asyncio.run_coroutine_threadsafe(packed(rows, view, seed), loop).result()
+
+        def left() -> list[Manifest]:
+            before = []
+            for name, urls in itertools.chain(*(stage.before for stage in reversed(stages))):
+                manifest = self._open_manifest(messages.DatasetSource(urls), View(), None)
+                before.append(SourceRead(name, View(), manifest))
+            return with_left(spec, [part.manifest for part in opened], viewed, before)
+
+        manifests = await asyncio.to_thread(left)
+        return tuple(
+            replace(part, packed=replace(part.packed, manifest=manifest))
+            for part, manifest in zip(opened, manifests, strict=True)
+        )
 
     def _check_digest(self, request: messages.OpenJob, spec: JobSpec, digest: str) -> None:
         own = changes_of(request.entries).job_digest(spec.slabs_digest)

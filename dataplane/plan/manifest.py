@@ -162,6 +162,33 @@ def counts_from_bytes(content: bytes, block_count: int) -> ViewCounts:
     return {name: batch.column(name).to_numpy().astype(np.int64) for name in batch.schema.names}
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Left:
+    """The part of a dataset that the first epoch of a stage has (stages.py). Block b of `manifest`,
+    which has only this, is block `manifest.kept[b]` of the dataset. Of some blocks only some
+    samples are left: their numbers are in `samples`, from `starts[b]` on; -1 if all are left. If
+    nothing is left of it, `manifest` is that of the dataset, of which the epoch reads nothing.
+
+    Shapes:  starts: int64[blocks].   samples: int32[n].
+    """
+
+    manifest: Manifest
+    starts: Int64
+    samples: Int32
+    is_nothing: bool = False
+
+    @property
+    def kept(self) -> Int64:
+        """The numbers of the blocks of which something is left; of all blocks if nothing is."""
+        kept = None if self.is_nothing else self.manifest.kept
+        return np.arange(self.manifest.block_count) if kept is None else kept
+
+    def of(self, block: int) -> Int32 | None:
+        """Return the samples that are left of a block of `manifest`; None if all are."""
+        start = int(self.starts[block])
+        return None if start < 0 else self.samples[start:][: int(self.manifest.block_rows[block])]
+
+
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Manifest:
     """The shards of a dataset and their K blocks. The arrays are read-only.
@@ -174,7 +201,8 @@ class Manifest:
     `pack_counts`, the counts of `packed_blocks.py` by name; and `view_counts`, the rows of each
     block in views, by the views' names. The manifest of a view has the rows of the view, and the
     fingerprint of `whole`, the manifest of the whole dataset, whose blocks `kept` have rows in the
-    view. If samples are packs of rows, `block_rows` counts packs, and `documents` rows.
+    view. If samples are packs of rows, `block_rows` counts packs, and `documents` rows. `left` is
+    what the first epoch of a stage has of the dataset, None for all of it.
 
     Shapes:  block_shard: int32[K], ascending.   block_rows: int64[K], samples, > 0.
              block_offset, block_length: int64[K], bytes in the shard.
@@ -199,6 +227,7 @@ class Manifest:
     kept: Int64 | None = None
     documents: Int64 | None = None
     view_counts: ViewCounts = field(default_factory=dict)
+    left: Left | None = None
     sample_count: int = field(init=False)
     fingerprint: str = field(init=False)
 
@@ -277,6 +306,21 @@ class Manifest:
         block.
         """
         return replace(self, view_counts={**self.view_counts, name: counts})
+
+    def first_shards(self, count: int) -> Manifest:
+        """Return the manifest of a whole dataset's first shards."""
+        blocks = int(self.shards.block_starts[count])
+        columns = {name: getattr(self, name)[:blocks] for name, _ in _COLUMNS}
+        return replace(
+            self,
+            shards=ShardTable.of(map(self.shards.__getitem__, range(count))),
+            column_places=None,
+            nulls=None,
+            categories={},
+            pack_counts={},
+            view_counts={name: counts[:blocks] for name, counts in self.view_counts.items()},
+            **columns,
+        )
 
     def viewed(self, counts: Int64) -> Manifest:
         """Return the manifest of a view with this many rows of each block. Blocks without any are

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from dataplane.model.errors import ConfigError
 from dataplane.plan.counting import CountingTree
 from dataplane.plan.mixture import EpochPlan, MixSegment
-from dataplane.plan.order import SAMPLE_COUNT_MAX, Order
+from dataplane.plan.order import SAMPLE_COUNT_MAX, Order, PassRead
 from dataplane.plan.permute import Domain, Words, extended, key, permutations
 from dataplane.plan.windows import Int64, distinct
 
@@ -187,6 +187,44 @@ class MixedOrder:
                 places = self.plan.tail.place_of(np.full_like(some, source), some)
                 positions[mine] = self.plan.tail.start + places
         return positions
+
+    def read_before(self, cursor: int) -> list[list[PassRead]]:
+        """Implement `TracedOrder.read_before`. Whole rounds have read the next samples of each
+        source; of the round that the position is in, single samples are found.
+        """
+        ends, begin = self.plan.base, cursor
+        if cursor:
+            at = int(self._segments_at(np.array([cursor - 1]))[0])
+            ends, begin = self._bases[at], self.plan.sample_count
+            if at < len(self._starts):
+                segment = self.plan.segments[at]
+                unit = segment.lanes * segment.batch
+                rounds = (cursor - segment.start) // (unit * segment.round_steps)
+                counts = self._tree(segment).counts(np.array([rounds * segment.round_steps]))[0]
+                ends = ends + counts * unit
+                begin = segment.start + rounds * unit * segment.round_steps
+            elif self.plan.tail is not None:
+                begin = self.plan.tail.start
+        sources, samples = self.samples_at(np.arange(min(begin, cursor), cursor))
+        return [
+            self._read(source, int(ends[source]), np.sort(samples[sources == source]))
+            for source in range(len(self._sources))
+        ]
+
+    def _read(self, source: int, end: int, others: Int64) -> list[PassRead]:
+        """Return the passes that have read a source's samples up to `end`, and these others."""
+        begin, count = int(self.plan.base[source]), int(self._counts[source])
+        last = max(end, int(others[-1]) + 1 if len(others) else begin)
+        passes = []
+        for number in range(begin // count, -(-last // count)):
+            start = number * count
+            some = others[(others >= start) & (others < start + count)] - start
+            first, stop = max(begin - start, 0), min(end - start, count)
+            order = self._pass(source, number)
+            if (first, stop) == (0, count):  # all of it
+                return [PassRead(order, 0, count, some)]
+            passes.append(PassRead(order, first, max(stop, first), some))
+        return passes
 
     def block_span(self, blocks: Int64) -> tuple[Int64, Int64]:
         """Return the first and the last position at which any sample of each block may be, rounded

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from dataplane.model.changes import TakenDocument
@@ -71,6 +72,17 @@ WINDOW_MAX = 1 << 28
 RAMP_MAX = 28
 
 
+class PassRead(Struct, frozen=True):
+    """The part of one pass over a dataset that was read: the positions from `begin` to `end`, and
+    some others after them, ascending.
+    """
+
+    order: Order
+    begin: int
+    end: int
+    others: Int64
+
+
 class SampleOrder(Protocol):
     """The sample at each position of one epoch: all that readers need of an order. Filters,
     mixtures and packs implement it, too.
@@ -119,6 +131,11 @@ class TracedOrder(SampleOrder, Protocol):
     def keys_of_packs(self, block: int) -> list[int]:
         """Return the keys from which the packs of a block are drawn in this epoch: one for each
         pass.
+        """
+
+    def read_before(self, cursor: int) -> list[list[PassRead]]:
+        """Return, for each source, what the positions before this one have read of the passes over
+        it.
         """
 
 
@@ -228,6 +245,10 @@ class Order:
         """Return the only key of a block's packs."""
         at = np.array([block])
         return [int(pack_key) for pack_key in self.pack_keys(at, at)]
+
+    def read_before(self, cursor: int) -> list[list[PassRead]]:
+        """Implement `TracedOrder.read_before`."""
+        return [[PassRead(self, 0, cursor, np.empty(0, np.int64))]]
 
     def positions_of(self, block: int, row: int) -> Int64:
         """The position of one sample, as an array."""

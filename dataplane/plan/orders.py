@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 
+import numpy as np
 from msgspec.structs import replace
 
 from dataplane.model.changes import Tombstone
 from dataplane.model.config import JobSpec
 from dataplane.model.records import MixHistory, ShareChange, View
 from dataplane.plan.manifest import Manifest
-from dataplane.plan.mixed_order import MixedOrder, SourceOrder
+from dataplane.plan.mixed_order import NEVER, MixedOrder, SourceOrder
 from dataplane.plan.mixture import EpochPlan, Mixed, plan_of
-from dataplane.plan.order import Order, SampleOrder, TombstonedOrder, TracedOrder
+from dataplane.plan.order import Order, PassRead, SampleOrder, TombstonedOrder, TracedOrder
+from dataplane.plan.permute import Words
+from dataplane.plan.shards import starts_of
+from dataplane.plan.texts import Bools, Int64
 from dataplane.plan.tombstones import Substitutes
 
 _PLANS_MAX = 64
@@ -42,6 +47,43 @@ def job_order(spec: JobSpec, manifests: Sequence[Manifest], epoch: int) -> Trace
 
     Raises:  ConfigError: as `Order`, and as `plan_of`.
     """
+    if not is_reduced(spec, manifests, epoch):
+        return _order(spec, manifests, epoch)
+    return ReducedOrder(_order(*_first_epoch(spec, manifests, epoch)), manifests)
+
+
+def is_reduced(spec: JobSpec, manifests: Sequence[Manifest], epoch: int) -> bool:
+    """Return whether this is the first epoch of a stage, and has only what is left of something."""
+    return epoch == spec.first_epoch and any(manifest.left is not None for manifest in manifests)
+
+
+def _first_epoch(
+    spec: JobSpec, manifests: Sequence[Manifest], epoch: int
+) -> tuple[JobSpec, list[Manifest], int]:
+    """Return the job that a reduced epoch belongs to. A mixture begins with its first pass over
+    each source, so that all that is left is in one pass; sources of which nothing is left have no
+    share.
+    """
+    parts = [
+        manifest if manifest.left is None else manifest.left.manifest for manifest in manifests
+    ]
+    if spec.mixture is None:
+        return spec, parts, epoch
+    history = spec.mixture.history
+    has_some = [manifest.left is None or not manifest.left.is_nothing for manifest in manifests]
+    changes = [
+        replace(
+            change,
+            epoch=max(change.epoch - epoch, 0),
+            shares=tuple(map(operator.mul, change.shares, has_some)),
+        )
+        for change in history.changes
+    ]
+    mixture = spec.mixture.with_history(replace(history, changes=tuple(changes)))
+    return replace(spec, mixture=mixture), parts, 0
+
+
+def _order(spec: JobSpec, manifests: Sequence[Manifest], epoch: int) -> TracedOrder:
     if spec.mixture is None:
         return order_of(spec, manifests[0], epoch)
     plan = _plan_of(spec, manifests, epoch)
@@ -50,6 +92,86 @@ def job_order(spec: JobSpec, manifests: Sequence[Manifest], epoch: int) -> Trace
         for manifest, source in zip(manifests, spec.mixture.sources, strict=True)
     ]
     return MixedOrder(plan, sources, spec.seed, spec.shuffle, spec.lanes)
+
+
+class ReducedOrder:
+    """The order of an epoch that has only what is left: `order` is an ordinary one over that, and
+    this one has the blocks and rows of the whole datasets.
+    """
+
+    def __init__(self, order: TracedOrder, manifests: Sequence[Manifest]) -> None:
+        self.order = order
+        first = starts_of([manifest.block_count for manifest in manifests]).tolist()
+        kept, starts, samples, offset = [], [], [], 0
+        for begin, manifest in zip(first, manifests, strict=False):
+            left = manifest.left
+            if left is None:
+                kept.append(begin + np.arange(manifest.block_count))
+                starts.append(np.full(manifest.block_count, -1))
+                continue
+            kept.append(begin + left.kept)
+            starts.append(np.where(left.starts < 0, -1, left.starts + offset))
+            samples.append(left.samples)
+            offset += len(left.samples)
+        self._first, self._lefts = first, [manifest.left for manifest in manifests]
+        self._kept, self._starts = np.concatenate(kept), np.concatenate(starts)
+        self._samples = np.concatenate(samples)
+
+    @property
+    def sample_count(self) -> int:
+        """The number of positions."""
+        return self.order.sample_count
+
+    def locate(self, positions: Int64) -> tuple[Int64, Int64]:
+        """Implement `SampleOrder.locate`."""
+        blocks, rows = self.order.locate(positions)
+        starts = self._starts[blocks]
+        partial = np.flatnonzero(starts >= 0)
+        if len(partial):
+            rows = rows.copy()
+            rows[partial] = self._samples[starts[partial] + rows[partial]]
+        return self._kept[blocks], rows
+
+    def block_span(self, blocks: Int64) -> tuple[Int64, Int64]:
+        """Implement `SampleOrder.block_span`: NEVER for blocks of which nothing is left."""
+        numbers, is_left = self._numbers(blocks)
+        first, last = np.full(len(numbers), NEVER), np.full(len(numbers), NEVER)
+        if is_left.any():
+            first[is_left], last[is_left] = self.order.block_span(numbers[is_left])
+        return first, last
+
+    def positions_of(self, block: int, row: int) -> Int64:
+        """Implement `TracedOrder.positions_of`."""
+        (number,), (is_left,) = self._numbers(np.array([block]))
+        if is_left and self._starts[number] >= 0:
+            source = int(np.searchsorted(self._first, block, side="right")) - 1
+            left = self._lefts[source]
+            assert left is not None
+            samples = left.of(int(left.kept.searchsorted(block - self._first[source])))
+            assert samples is not None
+            at = int(samples.searchsorted(row))
+            is_left, row = at < len(samples) and samples[at] == row, at
+        if not is_left:
+            return np.empty(0, np.int64)
+        return self.order.positions_of(int(number), row)
+
+    def pack_keys(self, positions: Int64, blocks: Int64) -> Words:
+        """Implement `TracedOrder.pack_keys`."""
+        return self.order.pack_keys(positions, self._numbers(blocks)[0])
+
+    def keys_of_packs(self, block: int) -> list[int]:
+        """Implement `TracedOrder.keys_of_packs`."""
+        (number,), (is_left,) = self._numbers(np.array([block]))
+        return self.order.keys_of_packs(int(number)) if is_left else []
+
+    def read_before(self, cursor: int) -> list[list[PassRead]]:
+        """Implement `TracedOrder.read_before`, in blocks of what is left."""
+        return self.order.read_before(cursor)
+
+    def _numbers(self, blocks: Int64) -> tuple[Int64, Bools]:
+        """Return the number of each block among those that are left, and whether it is one."""
+        numbers = np.minimum(self._kept.searchsorted(blocks), len(self._kept) - 1)
+        return numbers, self._kept[numbers] == blocks
 
 
 def _is_balanced(view: View) -> bool:
@@ -61,6 +183,8 @@ def sample_count_of(spec: JobSpec, manifests: Sequence[Manifest], epoch: int) ->
 
     Raises:  ConfigError: as `plan_of`.
     """
+    if is_reduced(spec, manifests, epoch):
+        spec, manifests, epoch = _first_epoch(spec, manifests, epoch)
     if spec.mixture is None:
         return manifests[0].sample_count
     return _plan_of(spec, manifests, epoch).sample_count

@@ -103,7 +103,8 @@ class OpenJob(Message, frozen=True):
     dataset, lanes and a window of 0 follow from the manifest, and the node fills in the rest
     (`spec_of`). With a `mixture`, `source` names the urls of all of its datasets. `entries` are the
     changes of the launch, which a node tells a maker. `follows`: the rank acts on other weights
-    that people ask for while it reads.
+    that people ask for while it reads. `epoch` is where it continues, if its run has former
+    stages: their datasets are needed for the first epoch of its stage alone.
     """
 
     job_id: str
@@ -116,6 +117,7 @@ class OpenJob(Message, frozen=True):
     mixture: MixtureAsked | None = None  # absent: one dataset. With it, `source` names all of them
     entries: tuple[LedgerEntry, ...] = ()
     follows: bool = False  # it understands WeightsAsked, and acts on it
+    epoch: Unsigned = 0
 
 
 class JobOpened(Message, frozen=True):
@@ -188,11 +190,11 @@ class CategoriesRead(Message, frozen=True):
 
 
 class DescribeEpoch(Message, frozen=True):
-    """Requests the length of an epoch of a mixture with these weights."""
+    """Requests the length of an epoch, of a mixture with these weights."""
 
     job_id: str
     epoch: Unsigned
-    mix: MixHistory
+    mix: MixHistory | None
 
 
 class EpochDescribed(Message, frozen=True):

@@ -42,7 +42,7 @@ from dataplane.rpc.messages import (
 )
 from dataplane.settings import named_service
 from dataplane.transforms.functions import function_name
-from dataplane.transforms.mixture_options import Mixture
+from dataplane.transforms.mixture_options import Mixture, Urls
 from dataplane.transforms.options import COLUMN_DEFAULTS, ROW_ARGUMENTS, column_options, view_of
 from dataplane.transforms.pack_options import balanced, pack_spec
 from dataplane_torch.group import check_layout, check_pixels, check_weights, launch_token
@@ -326,6 +326,21 @@ def _urls_of(mixture: Mixture) -> dict[str, tuple[str, ...]]:
         except ConfigError as error:
             raise ConfigError(f"source {name!r}: {error}", field="urls") from error
     return urls
+
+
+Before = Urls | Mapping[str, Urls] | None
+"""Urls of a dataset, or those of the sources of a mixture by name."""
+
+
+def before_of(given: Before) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Return the urls of former datasets by the names of sources, "" without a mixture.
+
+    Raises:  ConfigError: one is not a url.
+    """
+    if given is None:
+        return ()
+    by_source = given if isinstance(given, Mapping) else {"": given}
+    return tuple((name, _urls(urls)) for name, urls in by_source.items())
 
 
 def _urls(given: object) -> tuple[str, ...]:

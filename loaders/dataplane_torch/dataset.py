@@ -26,7 +26,7 @@ from dataplane.model.errors import ConfigError
 from dataplane.model.ledger import PLACE_MAX
 from dataplane.model.records import MixHistory
 from dataplane.transforms.mixture_options import Mixture, Urls
-from dataplane_torch.arguments import job_of
+from dataplane_torch.arguments import Before, before_of, job_of
 from dataplane_torch.epoch_reader import EpochReader
 from dataplane_torch.options import DEFAULTS, Arguments, UrlOptions, epoch_of, url_options
 from dataplane_torch.resume import resumed
@@ -149,7 +149,9 @@ class ShardedIterableDataset(IterableDataset[Batch]):
         found = state_at(session, epoch, cursor)
         return found.to_dict()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], change: str | None = None) -> str:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], change: str | None = None, before: Before = None
+    ) -> str:
         """Continue the next pass where the state was taken; an empty state means the start. With a
         `change`, a state of another recipe is accepted: see DataLoader.load_state_dict.
 
@@ -158,7 +160,11 @@ class ShardedIterableDataset(IterableDataset[Batch]):
         """
         session = self._session_of_process()
         state, sentence = resumed(
-            state_dict, session, dataset_moved=self._dataset_moved, change=change
+            state_dict,
+            session,
+            dataset_moved=self._dataset_moved,
+            change=change,
+            before=before_of(before),
         )
         # DataLoader workers, which start later, open the same stage.
         self._job = replace(self._job, request=session.request)

@@ -34,6 +34,7 @@ from dataplane_torch.torch_private.iteration import LoaderBase, index_sampler
 if TYPE_CHECKING:
     from dataplane.client.statistics import Statistics
     from dataplane.transforms.mixture_options import MixStep, Mixture, Urls
+    from dataplane_torch.arguments import Before
     from dataplane_torch.device import Given, Target
     from dataplane_torch.local.beginning import PassPlace
     from dataplane_torch.local.local_pass import LocalPass
@@ -298,21 +299,29 @@ class DataLoader(LoaderBase[_T_co]):
         with brief:
             return self._shards.ledger()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], change: str | None = None) -> str:
+    def load_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        change: str | None = None,
+        before: Before = None,
+    ) -> str:
         """Continue the next pass where the state was taken: over urls on any number of ranks, over
         a map-style Dataset with any number of workers. An empty state means the start.
 
         Over urls, `change` accepts a state that was saved with other arguments or shards, and
-        begins a new stage of the run: "restart" begins an epoch with all data at once. Every rank
-        must pass the same. The returned sentence says what has changed; it is "" if nothing has,
-        and then the state is resumed as without `change` (docs/training.md).
+        begins a new stage of the run: "restart" begins an epoch with all data at once, "unread" one
+        with what the interrupted epoch had not delivered, and what is new. The latter needs the
+        shards of the state's run: `before` names them, or a manifest, if the loader's own do not
+        begin with them (of a mixture, by source). Every rank must pass the same. The returned
+        sentence says what has changed; it is "" if nothing has, and then the state is resumed as
+        without `change` (docs/training.md).
 
         Raises:  SpecMismatch: the state is of another job.  VersionMismatch: a newer version saved
         it.  ConfigError: it is not a state, or batch size, length or workers have changed.
         """
         with brief:
             if self._shards is not None:
-                return self._shards.load_state_dict(state_dict, change)
+                return self._shards.load_state_dict(state_dict, change, before)
             if change is not None:
                 raise ConfigError(
                     f"change={change!r:.80} is for loaders over urls: a torch Dataset has no "

@@ -8,7 +8,7 @@ from typing import Any
 
 from dataplane.client.mixing import changed, state_at
 from dataplane.client.session import Session
-from dataplane.client.stages import follows, stages_with
+from dataplane.client.stages import Named, follows, stages_with
 from dataplane.client.state import RunState
 
 
@@ -18,13 +18,15 @@ def resumed(
     *,
     dataset_moved: bool,
     change: str | None = None,
+    before: Named = (),
 ) -> tuple[RunState, str]:
     """Return the state, if the session's job may resume from it; an empty one means the start. The
     session then has the weights of the state. If the loader's own weights were changed since it was
     saved, these apply from the first round on that begins at the state's position or later.
 
-    With a `change`, a state of another recipe is accepted: return the begin of the next stage, and
-    a sentence about it, which is "" if nothing has changed.
+    With a `change`, a state of another recipe is accepted, whose datasets were at the urls
+    `before`: return the begin of the next stage, and a sentence about it, which is "" if nothing
+    has changed.
 
     Warns on rank 0 if the job's ledger is not the one of the state's run, and if the state was
     accepted only because of `dataset_moved`. That argument is meant for one resume, since it would
@@ -39,7 +41,8 @@ def resumed(
         session.mix = None
         return state_at(session, 0, 0), ""
     state = RunState.from_dict(state_dict)
-    session.change(state.stages if change is None else stages_with(state, change))
+    stages = state.stages if change is None else stages_with(state, change, before)
+    session.change(stages, state.epoch - state.in_last_step)
     if session.job.spec.stages != state.stages:
         session.mix = None
         return follows(state, session.job)

@@ -29,7 +29,7 @@ from dataplane.client.state import RowsDigest
 from dataplane.client.statistics import Statistics
 from dataplane.model.errors import ClosedError, ConfigError
 from dataplane.transforms.mixture_options import MixStep, weights_of
-from dataplane_torch.arguments import JobToOpen
+from dataplane_torch.arguments import Before, JobToOpen, before_of
 from dataplane_torch.device import Target
 from dataplane_torch.epoch_reader import EpochReader, check_process
 from dataplane_torch.options import brief
@@ -190,6 +190,8 @@ class UrlJob:
             if epoch < spec.first_epoch:
                 check_epoch(epoch, spec.stages[-1])
                 self._cursor = sample_count(self._session, epoch)
+            elif epoch == spec.first_epoch:
+                self._session.change(spec.stages, epoch)
         self._epoch, self._reader = epoch, None
 
     def set_weights(self, weights: Mapping[str, float]) -> MixStep:
@@ -245,16 +247,20 @@ class UrlJob:
             return self._session.ledger(self._epoch, self._cursor)
         return self._session.ledger(reader.epoch, reader.cursor)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], change: str | None = None) -> str:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], change: str | None = None, before: Before = None
+    ) -> str:
         """Continue the next pass where the state was taken, on any number of ranks; an empty state
-        means the start. With a `change`, a state of another recipe is accepted.
+        means the start. With a `change`, a state of another recipe is accepted, whose datasets were
+        at the urls `before`.
 
         Raises:  SpecMismatch: the state is of another job.  VersionMismatch: a newer version saved
         it.  ConfigError: it is damaged.
         """
         state, sentence = resumed(
-            state_dict, self._session, dataset_moved=self._dataset_moved, change=change
-        )
+            state_dict, self._session, dataset_moved=self._dataset_moved,
+            change=change, before=before_of(before),
+        )  # fmt: skip
         self._epoch, self._cursor = place_of(self._session, state)
         self._reader = self._digested = self._decoder = None
         self._digest = state.digest or RowsDigest()

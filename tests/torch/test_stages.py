@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from dataplane_torch import DataLoader, Mixture, Pack, ShardedIterableDataset, Source
 
+from dataplane.cli import run
 from dataplane.model.errors import ConfigError, SpecMismatch
 from dataplane.model.records import Topology
 
@@ -77,6 +78,11 @@ def state_after(url: Any, steps: int, epoch: int = 0, **more: Any) -> dict[str, 
         loader.set_epoch(epoch)
         read([loader], steps)
         return json.loads(json.dumps(loader.state_dict()))
+
+
+def twin(delivered: list[Any], new: list[Any]) -> list[Any]:
+    """The plain rule: of the new recipe's data, what was not delivered."""
+    return sorted(set(new) - set(delivered))
 
 
 RECIPES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
@@ -197,3 +203,67 @@ def test_a_torch_loader_over_shards_changes_too(folder: Path) -> None:
         assert dataset.load_state_dict(state, change="restart").startswith("stage 2")
         assert [ids_of(batch) for batch in dataset] == expected
         assert dataset.state_dict()["stages"][0]["epoch"] == 0
+
+
+@pytest.mark.parametrize("case", range(4))
+def test_an_epoch_of_what_is_unread_resumes_on_any_number_of_ranks(
+    case: int, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, after, old, new = [
+        (some(folder, 0, 1), some(folder, 0, 1, 2), {}, {"seed": 4, "global_batch_size": 12}),
+        (some(folder, 0, 1), mixed(folder, exhausted="renormalise"), {}, {}),
+        (mixed(folder), some(folder, 1, 2, 3), {}, {}),
+        (some(folder, 0, 1, 2), some(folder, 0, 2, 3), {"where": "half == 0"},
+         {"where": "half == 0"}),
+    ][case]  # fmt: skip
+    former = {"a": some(folder, 0, 1), "b": some(folder, 2, 3)} if case == 2 else before
+    change = {"change": "unread", "before": former if case > 1 else None}
+    with ranks(before, **old) as loaders:
+        delivered = read(loaders, 2)
+        state = json.loads(json.dumps(loaders[0].state_dict()))
+    with ranks(after, **new) as loaders:
+        every = list(itertools.chain(*read(loaders)))
+    if case == 1:
+        every = list(range(4 * ROWS))  # the mixture stops
+    left = twin(list(itertools.chain(*delivered)), every)
+    with ranks(after, **new) as (loader,):
+        assert "what is new" in loader.load_state_dict(state, **change)
+        steps = -(-len(left) // new.get("global_batch_size", BATCH))
+        assert (len(loader), loader.epoch) == (steps, 1)
+        batches, states = [], []
+        for batch in loader:
+            batches.append(ids_of(batch))
+            states.append(json.loads(json.dumps(loader.state_dict())))
+        assert sorted(itertools.chain(*batches)) == left
+        following = read([loader])
+        assert sorted(itertools.chain(*following)) == sorted(every)
+        (tmp_path / "ledger.jsonl").write_text(loader.ledger())
+    for size in (2, 3, 4):
+        with ranks(after, size, **new) as loaders:
+            for loader in loaders:
+                loader.load_state_dict(state, **change)
+            assert read(loaders) == batches
+        with ranks(after, size, states[size - 2], **new) as loaders:  # within the epoch
+            assert read(loaders) == batches[size - 1 :]
+            assert read(loaders) == following
+            assert {loader.state_dict()["epoch"] for loader in loaders} == {3}
+    check_traces(str(tmp_path / "ledger.jsonl"), capsys, delivered, batches, following)
+
+
+def check_traces(ledger: str, capsys: Any, *epochs: list[list[Any]]) -> None:
+    """`trace` names the rows of all steps of all stages."""
+
+    def traced(*step: str) -> list[Any]:
+        capsys.readouterr()
+        assert run(["trace", ledger, *step, "--global-batch", str(BATCH), "--json"]) == 0
+        rows = json.loads(capsys.readouterr().out)
+        return [int(row["shard"].split(".")[-2][-1]) * ROWS + row["row"] for row in rows]
+
+    for epoch, batches in enumerate(epochs):
+        assert traced("--epoch", str(epoch), "--step", "1") == batches[1]
+    assert traced("--global-step", "0") == epochs[0][0]
+    assert traced("--global-step", "2") == epochs[1][0]
+    assert traced("--global-step", str(2 + len(epochs[1]))) == epochs[2][0]
+    assert run(["ledger", "verify", ledger]) == 0
+    assert run(["ledger", "show", ledger]) == 0
+    assert "what was unread" in capsys.readouterr().out

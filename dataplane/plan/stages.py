@@ -1,0 +1,367 @@
+"""Former stages of a run whose recipe has changed: their specs and datasets, and what is left of
+them for the first epoch of the next stage. docs/order.md specifies it.
+
+1. What an epoch delivered up to a position follows from its order alone, and is the same on every
+   rank. Nothing is recorded.
+2. It costs O(K) in blocks, and the rows of the blocks in open windows; never O(N).
+3. Of the rows that both stages have, exactly those that were not delivered are left. If samples are
+   packs, before or after the change, a block is delivered if all of its samples are, and otherwise
+   all of it is left.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
+
+from dataplane.model.config import JobSpec, SourceSpec, Stage
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import View
+from dataplane.model.redact import unsigned
+from dataplane.plan.defaults import BlockSizes, Shuffle, shuffle_of, source_window
+from dataplane.plan.manifest import Left, Manifest
+from dataplane.plan.order import PassRead, TracedOrder
+from dataplane.plan.orders import ReducedOrder, job_order
+from dataplane.plan.shards import starts_of
+from dataplane.plan.texts import Bools, Int64
+from dataplane.plan.views import joined_hash
+
+Viewed = Callable[[Manifest, View, int], Manifest]
+"""Opens a view of a whole dataset for a job with this seed: its samples, which may be packs."""
+_SAMPLES_TOGETHER = 1 << 20
+_PREFIXES_MAX = 64
+
+
+class SourceRead(Struct, frozen=True):
+    """A dataset that a stage reads: its name, "" without a mixture, the view, and the manifest of
+    its samples.
+    """
+
+    name: str
+    view: View
+    manifest: Manifest
+
+    @property
+    def whole(self) -> Manifest:
+        """The manifest of the whole dataset."""
+        return self.manifest.whole or self.manifest
+
+
+def sources_of(spec: JobSpec, manifests: Sequence[Manifest]) -> list[SourceRead]:
+    """Return the datasets that a job with this spec reads."""
+    views = [("", spec.view)]
+    if spec.mixture is not None:
+        views = [(source.name, source.view) for source in spec.mixture.sources]
+    return [SourceRead(*view, manifest) for view, manifest in zip(views, manifests, strict=True)]
+
+
+def with_left(
+    spec: JobSpec,
+    manifests: Sequence[Manifest],
+    viewed: Viewed,
+    before: Sequence[SourceRead] = (),
+) -> list[Manifest]:
+    """Return the manifests of a job, each with what is left of it for the first epoch. Datasets of
+    former stages are looked for among its own, and among those `before`.
+
+    Raises:  ConfigError: what the stage before has delivered cannot be computed.
+    """
+    stage = spec.stages[-1] if spec.stages else None
+    if stage is None or not stage.unread or not stage.cursor:
+        return list(manifests)
+    sources = sources_of(spec, manifests)
+    former_spec, former = former_job(spec.stages, [*before, *sources], viewed)
+    order = job_order(former_spec, former, stage.epoch)
+    delivered = _delivered_before(order, former, stage.cursor)
+    return _left(sources, sources_of(former_spec, former), delivered)
+
+
+# -- delivered ---------------------------------------------------------------------------------
+
+
+class _Delivered(Struct, frozen=True):
+    """The delivered part of a dataset: whole blocks, and samples of some others, by block.
+
+    Shapes:  whole: bool[K].   samples: bool[n] each.
+    """
+
+    whole: Bools
+    samples: dict[int, Bools]
+
+
+def _delivered_before(
+    order: TracedOrder, manifests: Sequence[Manifest], cursor: int
+) -> list[_Delivered]:
+    """Return what was delivered of each dataset before this position of an epoch. If the epoch had
+    only what was left of another, that was delivered, too.
+    """
+    is_reduced = isinstance(order, ReducedOrder)
+    parts = []
+    for manifest, passes in zip(manifests, order.read_before(cursor), strict=True):
+        left = manifest.left if is_reduced else None
+        part = manifest if left is None else left.manifest
+        read = _read_by(passes, part.block_rows)
+        parts.append(read if left is None else _with_others(read, manifest.block_rows, left))
+    return parts
+
+
+def _read_by(passes: Sequence[PassRead], counts: Int64) -> _Delivered:
+    blocks = np.arange(len(counts))
+    whole, touched = np.zeros(len(counts), np.bool_), np.zeros(len(counts), np.bool_)
+    for read in passes:
+        first, last = read.order.block_span(blocks)
+        whole |= (read.begin <= first) & (last < read.end)
+        stop = max(read.end, int(read.others[-1]) + 1) if len(read.others) else read.end
+        touched |= (first < stop) & (last >= read.begin)
+    samples = dict[int, Bools]()
+    for some in _together(np.flatnonzero(touched & ~whole), counts):
+        starts = starts_of(counts[some])
+        number = np.repeat(some, counts[some])
+        rows = np.arange(starts[-1]) - np.repeat(starts[:-1], counts[some])
+        is_read = np.zeros(len(rows), np.bool_)
+        for read in passes:
+            at = read.order.position_of(number, rows)
+            is_read |= (read.begin <= at) & (at < read.end)
+            if len(read.others):
+                place = np.minimum(read.others.searchsorted(at), len(read.others) - 1)
+                is_read |= read.others[place] == at
+        for block, part in zip(some.tolist(), np.split(is_read, starts[1:-1]), strict=True):
+            whole[block] = part.all()
+            if part.any() and not whole[block]:
+                samples[block] = part
+    return _Delivered(whole, samples)
+
+
+def _together(blocks: Int64, counts: Int64) -> Iterator[Int64]:
+    """Yield groups of blocks whose positions are computed together."""
+    turns = np.cumsum(counts[blocks]) // _SAMPLES_TOGETHER
+    yield from filter(len, np.split(blocks, np.flatnonzero(np.diff(turns)) + 1))
+
+
+def _with_others(read: _Delivered, counts: Int64, left: Left) -> _Delivered:
+    """Add everything of a dataset that was not left to what was read of the rest."""
+    whole, samples = np.ones(len(counts), np.bool_), dict[int, Bools]()
+    if left.is_nothing:
+        return _Delivered(whole, samples)
+    whole[left.kept] = read.whole
+    is_partial = left.starts >= 0
+    is_partial[list(read.samples)] = True
+    for number in np.flatnonzero(is_partial & ~read.whole).tolist():
+        block, own = int(left.kept[number]), left.of(number)
+        is_read = np.ones(int(counts[block]), np.bool_)
+        some = np.arange(len(is_read)) if own is None else own
+        is_read[some] = read.samples.get(number, np.zeros(len(some), np.bool_))
+        samples[block] = is_read
+    return _Delivered(whole, samples)
+
+
+# -- left --------------------------------------------------------------------------------------
+
+_Shard = tuple[str, str, int]
+_Rows = tuple[str, int, int, int]
+
+
+def _left(
+    sources: Sequence[SourceRead], former: Sequence[SourceRead], delivered: Sequence[_Delivered]
+) -> list[Manifest]:
+    """Return the manifests of a stage, each with what is left of it. If nothing is left of all of
+    them, everything is.
+
+    Raises:  ConfigError: no shard is in both stages, or one is there with other rows.
+    """
+    places = _places(sources)
+    counts = [source.manifest.block_rows.copy() for source in sources]
+    samples = [dict[int, Bools]() for _ in sources]
+    is_known = False
+    for old, part in zip(former, delivered, strict=True):
+        for at, blocks, own in _matched(old, places, sources):
+            is_known = True
+            new = sources[at].manifest
+            is_packed = old.manifest.documents is not None or new.documents is not None
+            is_longer = new.block_rows[blocks] > old.manifest.block_rows[own]
+            is_whole = part.whole[own] & (is_longer <= is_packed)
+            counts[at][blocks[is_whole]] = 0
+            partial = ~is_whole & (part.whole[own] | _among(own, part.samples))
+            for block, number in zip(blocks[partial].tolist(), own[partial].tolist(), strict=True):
+                if is_packed:
+                    break
+                is_read = np.zeros(int(new.block_rows[block]), np.bool_)
+                given = part.samples.get(number, np.ones(old.manifest.block_rows[number], np.bool_))
+                is_read[: len(given)] = given[: len(is_read)]
+                samples[at][block] = ~is_read
+                counts[at][block] = np.count_nonzero(~is_read)
+    if not is_known:
+        raise ConfigError(
+            "no shard of the state's run is in this dataset (by url, size and ETag), so "
+            'change="unread" cannot say what is unread: pass change="restart"',
+            field="change",
+        )
+    if not any(count.any() for count in counts):
+        return [source.manifest for source in sources]
+    return [
+        _reduced(source.manifest, count, some)
+        for source, count, some in zip(sources, counts, samples, strict=True)
+    ]
+
+
+def _reduced(manifest: Manifest, counts: Int64, samples: dict[int, Bools]) -> Manifest:
+    if np.array_equal(counts, manifest.block_rows):
+        return manifest
+    numbers = [np.empty(0, np.int32)]
+    if not counts.any():
+        nothing = Left(manifest, np.full(len(counts), -1), numbers[0], is_nothing=True)
+        return dataclasses.replace(manifest, left=nothing)
+    part = manifest.viewed(counts)
+    assert part.kept is not None
+    starts, end = np.full(len(part.kept), -1), 0
+    for at in np.flatnonzero(_among(part.kept, samples)).tolist():
+        numbers.append(np.flatnonzero(samples[int(part.kept[at])]).astype(np.int32))
+        starts[at], end = end, end + len(numbers[-1])
+    return dataclasses.replace(manifest, left=Left(part, starts, np.concatenate(numbers)))
+
+
+def _among(blocks: Int64, some: dict[int, Bools]) -> Bools:
+    return np.isin(blocks, np.fromiter(some, np.int64, len(some)))
+
+
+def _rows_of(view: View) -> _Rows:
+    return view.where, view.sample, view.split_from, view.split_to
+
+
+def _shards_of(manifest: Manifest) -> Iterator[_Shard]:
+    shards = manifest.shards
+    return zip(map(unsigned, shards.urls), shards.etags, shards.size_bytes.tolist(), strict=True)
+
+
+def _places(sources: Sequence[SourceRead]) -> dict[_Shard, dict[_Rows, tuple[int, int]]]:
+    """Return the source and the number of each shard, by the rows that are read of it."""
+    places: dict[_Shard, dict[_Rows, tuple[int, int]]] = {}
+    for at, source in enumerate(sources):
+        for number, shard in enumerate(_shards_of(source.whole)):
+            places.setdefault(shard, {})[_rows_of(source.view)] = at, number
+    return places
+
+
+def _matched(
+    old: SourceRead,
+    places: dict[_Shard, dict[_Rows, tuple[int, int]]],
+    sources: Sequence[SourceRead],
+) -> Iterator[tuple[int, Int64, Int64]]:
+    """Yield, for each source, its blocks that a former dataset had, too, and their former numbers.
+
+    Raises:  ConfigError: a shard is there with other rows.
+    """
+    before = old.whole
+    at = np.full(len(before.shards), -1, np.int64)
+    numbers = at.copy()
+    for number, shard in enumerate(_shards_of(before)):
+        by_rows = places.get(shard)
+        if by_rows is None:
+            continue
+        if _rows_of(old.view) not in by_rows:
+            raise ConfigError(
+                f"{shard[0]} had other rows in the state's run (where=, sample= or split=), so what"
+                ' is unread of it is not known: pass change="restart"',
+                field="change",
+                shard=shard[0],
+            )
+        at[number], numbers[number] = by_rows[_rows_of(old.view)]
+    own_blocks = _numbers_of(old.manifest)
+    shards = before.block_shard[own_blocks].astype(np.int64)
+    in_shard = own_blocks - before.shards.block_starts[shards]
+    for source in np.unique(at[at >= 0]).tolist():
+        now, kept = sources[source].whole, _numbers_of(sources[source].manifest)
+        own = np.flatnonzero(at[shards] == source)
+        own = own[in_shard[own] < now.shards.block_counts[numbers[shards[own]]]]
+        blocks = now.shards.block_starts[numbers[shards[own]]] + in_shard[own]
+        places_now = np.minimum(kept.searchsorted(blocks), len(kept) - 1)
+        is_same = (kept[places_now] == blocks) & (
+            now.block_rows[blocks] == before.block_rows[own_blocks[own]]
+        )
+        yield source, places_now[is_same], own[is_same]
+
+
+def _numbers_of(manifest: Manifest) -> Int64:
+    """Return the numbers of a manifest's blocks in its whole dataset."""
+    return np.arange(manifest.block_count) if manifest.kept is None else manifest.kept
+
+
+# -- former stages -----------------------------------------------------------------------------
+
+
+def former_job(
+    stages: Sequence[Stage], sources: Sequence[SourceRead], viewed: Viewed
+) -> tuple[JobSpec, list[Manifest]]:
+    """Return the spec of the last of these stages, and the manifests of what it read, with what was
+    left of them for its first epoch. They are looked for among the sources of a later stage, and
+    at the beginnings of these, since shards may be added.
+
+    Raises:  ConfigError: they are not there.
+    """
+    *earlier, stage = stages
+    if stage.spec is not None:
+        spec = replace(stage.spec, stages=tuple(earlier))
+        for manifests in _candidates(stage, spec, sources, viewed):
+            filled = _filled(spec, manifests, stage.digest)
+            if filled is not None:
+                return filled, with_left(filled, manifests, viewed, sources)
+    raise ConfigError(
+        f"the shards that this run read until epoch {stage.epoch} are not all in this dataset, or "
+        "not at its beginning, so what it delivered cannot be computed: name them with before= "
+        "(urls, or a manifest that `dataplane index -o` made of them; of a mixture, by source), or "
+        'pass change="restart", which needs none of them',
+        field="change",
+    )
+
+
+def _candidates(
+    stage: Stage, spec: JobSpec, sources: Sequence[SourceRead], viewed: Viewed
+) -> Iterator[list[Manifest]]:
+    """Yield manifests of what the stage may have read."""
+    if spec.mixture is not None:
+        wholes = {source.name: source.whole for source in reversed(sources)}
+        named = spec.mixture.sources
+        if all(source.name in wholes for source in named):
+            yield [viewed(wholes[source.name], source.view, spec.seed) for source in named]
+        return
+    for source in sources:
+        whole = source.whole
+        every = viewed(whole, replace(spec.view, limit=0), spec.seed)
+        of_shards = np.zeros(len(whole.shards), np.int64)
+        np.add.at(of_shards, whole.block_shard[_numbers_of(every)], every.block_rows)
+        ends = np.cumsum(of_shards)
+        # The count is that of all shards, unless a limit or a former change made it smaller.
+        is_less = bool(spec.view.limit) or spec.first_epoch == stage.epoch > 0
+        fits = ends >= stage.sample_count if is_less else ends == stage.sample_count
+        for last in np.flatnonzero(fits)[::-1][:_PREFIXES_MAX].tolist():
+            is_all = last + 1 == len(whole.shards)
+            first = whole if is_all else whole.first_shards(last + 1)
+            if is_all or first.fingerprint != whole.fingerprint:
+                yield [viewed(first, spec.view, spec.seed)]
+
+
+def _filled(spec: JobSpec, manifests: Sequence[Manifest], digest: str) -> JobSpec | None:
+    """Return the spec with the facts that follow from its datasets, if it then has this digest."""
+    mixture = spec.mixture
+    if mixture is None:
+        filled = replace(spec, fingerprint=manifests[0].fingerprint)
+        return filled if filled.digest() == digest else None
+    sizes = [BlockSizes.of(m.block_rows, m.block_decoded) for m in manifests]
+    fingerprint = joined_hash(manifest.fingerprint for manifest in manifests)
+    for window in (0, spec.window):  # by default, or as the user gave it
+        sources: list[SourceSpec] = []
+        for source, size, manifest in zip(mixture.sources, sizes, manifests, strict=True):
+            of = Shuffle(1, 1, 0)
+            if spec.shuffle:
+                of = shuffle_of(size, spec.lanes, window or source_window(size, spec.lanes, sizes))
+            facts = {"fingerprint": manifest.fingerprint, "window": of.window, "ramp": of.ramp}
+            sources.append(replace(source, **facts))
+        mixed = replace(mixture, sources=tuple(sources))
+        filled = replace(spec, fingerprint=fingerprint, mixture=mixed)
+        if filled.digest() == digest:
+            return filled
+    return None
