@@ -141,7 +141,8 @@ class Statistics(Struct, frozen=True):
     `neighbour_bytes` from other nodes, and `origin_bytes` from the store. Another `memory_bytes`
     were needed but not read, since another rank or epoch had left them in memory. `copied_slabs`
     counts slabs that were copied out of the delivery memory, since the trainer held too much of it.
-    `first_batch` is not a sum: it belongs to the whole run.
+    Of the `batches`, `replayed_batches` were handed out before (`replay_first_slab=`): with any,
+    this was no real epoch. `first_batch` is not a sum: it belongs to the whole run.
     """
 
     slabs: int = 0
@@ -165,6 +166,7 @@ class Statistics(Struct, frozen=True):
     disk_bytes: int = 0
     neighbour_bytes: int = 0
     memory_bytes: int = 0
+    replayed_batches: int = 0
     first_batch: FirstBatch = NOT_YET
 
     @property
@@ -229,10 +231,12 @@ class Tally:
         "_waits",
         "_workers",
         "is_closed",
+        "replayed",
     )
 
     def __init__(self) -> None:
         self.is_closed = False
+        self.replayed = 0
         self._consumed_s = 0.0
         self._counts = (0, 0, 0, 0, 0)
         self._by_place = (0, 0, 0)
@@ -291,7 +295,7 @@ class Tally:
         return Statistics(
             slabs, batches, samples, read, copied, self._workers, self._consumed_s,
             sum(self._waits) / _US_A_S, fetch, decode, room, queue, assemble, other,
-            reading, decoding, assembling, disk, *self._by_place,
+            reading, decoding, assembling, disk, *self._by_place, self.replayed,
         )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ already sent cannot be taken back for a stream that needs the memory more.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import threading
@@ -21,6 +22,7 @@ from functools import partial
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from dataplane.arena.slab_layout import aligned, pieces
 from dataplane.client.mount import Bytes, Mount
@@ -38,6 +40,7 @@ from dataplane.rpc.messages import (
     NextSlab,
     OpenStream,
     Slab,
+    StageTimes,
     StreamOpened,
     WeightsAsked,
 )
@@ -73,8 +76,12 @@ class SlabStream:
         *,
         mix: MixHistory | None = None,
         ahead: bool = True,
+        replays: bool = False,
     ) -> None:
-        self._session, self._ahead = session, ahead
+        """With `replays`, the first slab is handed out again and again; the node makes no other."""
+        self._session, self._ahead = session, ahead and not replays
+        self._replays = replays
+        self._first: tuple[Slab, list[Batches]] | None = None
         self.mix = mix
         self._epoch, self._cursor, self._stride = epoch, cursor, step_stride
         self._next_step = first_step
@@ -100,6 +107,8 @@ class SlabStream:
         if self._handed_over is not None:
             self._tally.consumed(started - self._handed_over)
             self._handed_over = None
+        if self._first is not None:
+            return self._again(step, *self._first)
         try:
             slab, mount = self._slab(step)
         finally:
@@ -120,8 +129,28 @@ class SlabStream:
         waits = self._tally.handed_over(slab, waited_s, was_copied=not is_kept)
         if not is_first:
             self._session.waited(waits)
+        if self._replays:
+            self._leave()
+            self._first = replace(slab, times=StageTimes(workers=slab.times.workers)), found
         self._handed_over = time.monotonic()
         return found
+
+    def _again(self, step: int, slab: Slab, first: list[Batches]) -> list[Batches]:
+        """Return the first slab, as if its batches were those of `step` and the next ones."""
+        handed = slab.batches[: len(range(step, self._step_count, self._stride))]
+        if not handed:
+            return []
+        self._tally.handed_over(replace(slab, batches=handed), 0.0, was_copied=False)
+        self._tally.replayed += len(handed)
+        self._handed_over = time.monotonic()
+        steps = itertools.count(step, self._stride)
+        return [
+            replace(
+                batches,
+                batches=tuple(batch._replace(step=next(steps)) for batch in batches.batches),
+            )
+            for batches in first
+        ]
 
     @property
     def consumed(self) -> int:
@@ -142,6 +171,8 @@ class SlabStream:
     @property
     def is_at_hand(self) -> bool:
         """Return whether the next slab has arrived, so that `batches_from` does not wait."""
+        if self._first is not None:
+            return True
         mount, pending = self._mount, self._pending
         if self._is_closed or mount is None or pending is None or mount.wire.is_lost:
             return False

@@ -42,7 +42,9 @@ class EpochReader:
         *,
         in_worker: bool = False,
         copy_stream: CopyStream | None = None,
+        replays: bool = False,
     ) -> None:
+        """With `replays`, all batches are those of the first slab."""
         self.epoch, self.start_cursor = epoch, cursor
         self.step, self.stride = first_step, stride
         self.valid_count: int | None = None
@@ -60,9 +62,11 @@ class EpochReader:
             None
             if decoder.is_empty
             else SlabStream(
-                session, epoch, cursor, first_step, stride, mix=session.mix, ahead=not in_worker
+                session, epoch, cursor, first_step, stride,
+                mix=session.mix, ahead=not in_worker, replays=replays,
             )
-        )
+        )  # fmt: skip
+        self._replays = replays
         self._in_worker, self._copy_stream = in_worker, copy_stream
         self._pid = os.getpid()
         self._ready: list[_Made] = []
@@ -101,7 +105,10 @@ class EpochReader:
     def _fetched(self, stream: SlabStream) -> bool:
         """Get the batch of the present step ready; return False at the end of the epoch."""
         while True:
-            self._follow()
+            if not self._replays:
+                self._follow()
+            elif self.is_complete:
+                self._ready = []
             if self._change is not None and self.step >= self._change[0]:
                 # The batches read ahead still have the previous weights.
                 self._ready = []

@@ -105,6 +105,7 @@ class DataLoader(LoaderBase[_T_co]):
       sharing: str               equal jobs of one host with this name make each slab once
       timeout: float = 0         seconds to wait for a batch; 0 for the node's setting
       dataset_moved: bool = False   accepts a state of the same dataset with other ETags
+      replay_first_slab: bool = False   repeats the first batches: how fast is the trainer alone?
 
     Every pass is one epoch, and the next pass is the next epoch, also after a pass that was left
     early. `state_dict()` is the state of the pass begun last: yielded batches count as consumed.
@@ -459,6 +460,7 @@ def _open_job(given: Arguments, target: Target | None, *, pin_memory: bool) -> U
             job,
             begun,
             dataset_moved=given.options["dataset_moved"],
+            replays=given.options["replay_first_slab"],
             pinning=cuda_pinning(wanted=pin_memory),
             target=target,
         )

@@ -81,6 +81,7 @@ class JobArguments(TypedDict, total=False):
     dataset_moved: bool
     on_bad: str
     bad_max: float | None
+    replay_first_slab: bool
 
 
 class UrlOptions(
@@ -103,6 +104,7 @@ DEFAULTS: Final[Mapping[str, object]] = {
     "bad_images": RAISE,
     "on_bad": RAISE,
     "dataset_moved": False,
+    "replay_first_slab": False,
 }
 
 

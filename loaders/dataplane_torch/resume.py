@@ -10,6 +10,10 @@ from dataplane.client.mixing import changed, state_at
 from dataplane.client.session import Session
 from dataplane.client.stages import Named, follows, stages_with
 from dataplane.client.state import RunState
+from dataplane.model.errors import ConfigError
+
+REPLAY = "replay_first_slab"
+"""The option, and the only key in the state of a run with it."""
 
 
 def resumed(
@@ -33,8 +37,14 @@ def resumed(
     also accept a later change that keeps all sizes.
 
     Raises:  SpecMismatch: the state is of another job.  VersionMismatch: a newer version saved it.
-    ConfigError: it is damaged.
+    ConfigError: it is damaged, or of a run that replayed its first slab.
     """
+    if isinstance(state_dict, Mapping) and REPLAY in state_dict:
+        raise ConfigError(
+            "this state is of a run with replay_first_slab=True, which read no real epoch: resume "
+            "from a state of a run without it",
+            field=REPLAY,
+        )
     session.mixes_applied.clear()
     if isinstance(state_dict, Mapping) and not state_dict:
         session.change(())

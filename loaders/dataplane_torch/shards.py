@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -33,7 +34,7 @@ from dataplane_torch.arguments import Before, JobToOpen, before_of
 from dataplane_torch.device import Target
 from dataplane_torch.epoch_reader import EpochReader, check_process
 from dataplane_torch.options import brief
-from dataplane_torch.resume import resumed
+from dataplane_torch.resume import REPLAY, resumed
 from dataplane_torch.schema import Schema, schema_of
 from dataplane_torch.sending import CopyStream
 from dataplane_torch.tensors import Batch, Decoder
@@ -88,6 +89,7 @@ class UrlJob:
         begun: BegunNode | None = None,
         *,
         dataset_moved: bool = False,
+        replays: bool = False,
         pinning: Pinning | None = None,
         target: Target | None = None,
     ) -> None:
@@ -102,7 +104,7 @@ class UrlJob:
             begun=begun,
         )
         weakref.finalize(self, self._session.close).atexit = False
-        self._target, self._dataset_moved = target, dataset_moved
+        self._target, self._dataset_moved, self._replays = target, dataset_moved, replays
         self._decoder: Decoder | None = None
         self._schema: Schema | None = None
         self._epoch, self._cursor = 0, 0
@@ -114,6 +116,13 @@ class UrlJob:
 
     def begin(self) -> BatchIterator:
         """Begin the next pass. The previous one is over, however far it came, as is its epoch."""
+        if self._replays and self._session.request.topology.rank == 0:
+            warnings.warn(
+                "replay_first_slab=True: every step gets the first batches of the epoch, to "
+                "measure the trainer without its data. This is no real epoch: remove the argument "
+                "to train",
+                stacklevel=3,
+            )
         decoder = self._decoder_of_job()
         self._leave_pass()
         copy_stream = None if self._target is None else self._target.copy_stream()
@@ -126,8 +135,9 @@ class UrlJob:
         """
         self._leave_pass()  # of another iterator, which began after iter() made this one
         reader = EpochReader(
-            self._session, decoder, self._epoch, self._cursor, copy_stream=copy_stream
-        )
+            self._session, decoder, self._epoch, self._cursor, copy_stream=copy_stream,
+            replays=self._replays,
+        )  # fmt: skip
         self._digest = self._rows()
         self._cursor = 0
         self._reader = self._last = self._digested = reader
@@ -201,6 +211,7 @@ class UrlJob:
         Raises:  ConfigError: there is no mixture, or the weights do not fit it.  SpecMismatch:
         another rank has set other weights.
         """
+        self._refuse_replay("weights to change")
         mixture, reader, start = self._job.request.mixture, self._reader, self._cursor
         if mixture is None:
             raise ConfigError(
@@ -232,7 +243,11 @@ class UrlJob:
         return self._session.statistics()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of this run: equal on all ranks after the same number of batches."""
+        """Return the position of this run: equal on all ranks after the same number of batches. A
+        run that replays its first slab has none, and its state is refused by every loader.
+        """
+        if self._replays:
+            return {REPLAY: True}
         reader = self._reader
         if reader is None:
             state = state_at(self._session, self._epoch, self._cursor)
@@ -242,6 +257,7 @@ class UrlJob:
 
     def ledger(self) -> str:
         """Return the job's ledger as JSON lines, at the position of this run."""
+        self._refuse_replay("record of what it read")
         reader = self._reader
         if reader is None:
             return self._session.ledger(self._epoch, self._cursor)
@@ -265,6 +281,13 @@ class UrlJob:
         self._reader = self._digested = self._decoder = None
         self._digest = state.digest or RowsDigest()
         return sentence
+
+    def _refuse_replay(self, what: str) -> None:
+        if self._replays:
+            raise ConfigError(
+                f"a run with replay_first_slab=True has no {what}: remove that argument",
+                field=REPLAY,
+            )
 
     def close(self) -> None:
         """Leave the job. Tensors that are still held stay valid. May be called twice."""

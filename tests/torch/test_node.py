@@ -389,3 +389,35 @@ def test_ranks_reopen_a_job_with_another_batch_while_they_hold_one_of_the_old(
             run.wait()
             run.stdin.close()
             run.stdout.close()
+
+
+def test_a_replayed_slab_takes_every_step_of_an_epoch_and_leaves_no_state(shards: str) -> None:
+    with DataLoader(shards, 64, shuffle=True) as real:
+        first = next(iter(real))["i"].tolist()
+        steps, state = len(real), real.state_dict()
+    with DataLoader(shards, 64, shuffle=True, name="replay", replay_first_slab=True) as loader:
+        replayed = 0
+        for epoch in range(2):
+            with pytest.warns(UserWarning, match="no real epoch"):
+                batches = [batch["i"].tolist() for batch in loader]
+            in_slab = len(set(map(tuple, batches)))
+            assert 0 < in_slab < steps
+            assert batches == (batches[:in_slab] * steps)[:steps]
+            replayed += steps - in_slab
+            assert (batches[0] == first) == (epoch == 0)
+        counts = loader.statistics()
+        assert (counts.batches, counts.replayed_batches) == (2 * steps, replayed)
+        assert counts.scalars()["dataplane/replayed_batches"] == replayed
+        of_replay = json.loads(json.dumps(loader.state_dict()))
+        loader.load_state_dict(state)  # the first batch is that of another place, then
+        with pytest.warns(UserWarning, match="no real epoch"):
+            assert next(iter(loader))["i"].tolist() not in (first, batches[0])
+        with pytest.raises(ConfigError, match="no record of what it read"):
+            loader.ledger()
+    with (
+        DataLoader(shards, 64, shuffle=True) as real,
+        pytest.raises(ConfigError, match="resume from a state of a run without it"),
+    ):
+        real.load_state_dict(of_replay)
+    with pytest.raises(ConfigError, match="measure with that"):
+        ShardedIterableDataset(shards, 64, replay_first_slab=True)
