@@ -192,7 +192,7 @@ def replay(
         table = replayed_documents(job, rows, epoch, names, _PREFIX)
     else:
         names = None if columns is None else _listed(columns)
-        is_mapped = _may_map(settings, job)
+        is_mapped = may_map(settings, job)
         table = values_of(job, rows, names, options["workers"], is_mapped=is_mapped)
     if out is not None:
         _write(table, out)
@@ -221,7 +221,7 @@ def _listed(columns: str) -> list[str]:
     return [*dict.fromkeys(name.strip() for name in columns.split(",") if name.strip())]
 
 
-def _may_map(settings: Settings, job: Traced) -> bool:
+def may_map(settings: Settings, job: Traced) -> bool:
     """Return whether the job has a map that may be called here; warn if it may not."""
     from dataplane.settings import node_config
 

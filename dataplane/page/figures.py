@@ -5,6 +5,8 @@ readings of this process. They are bounded, however large the fleet is.
 from __future__ import annotations
 
 import heapq
+import importlib.resources
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
@@ -14,6 +16,7 @@ from msgspec import Struct
 from dataplane.metrics.table import Reading
 from dataplane.rpc.membership import JobStatus, MemberStatus, NodeStatus, StatusResponse
 
+PARTS = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 JOBS_MAX, NODES_MAX, CELLS_MAX = 16, 16, 256
 RANKS_MAX = 64
 """A job with more ranks has a cell for each host."""
@@ -21,6 +24,17 @@ _TEXT_MAX = 120
 _PARTS_MAX = 8
 _PLACES = ("read_bytes", "neighbour_bytes", "disk_bytes", "memory_bytes", "lent_bytes")
 _HELD = ("memory_bytes", "memory_limit_bytes", "disk_bytes", "disk_limit_bytes")
+
+
+def page_text() -> str:
+    """Return the live page."""
+    return importlib.resources.files("dataplane.page").joinpath("page.html").read_text("utf-8")
+
+
+def page_style() -> str:
+    """Return the style sheet that all pages have."""
+    styles = [part for kind, part in PARTS.findall(page_text()) if kind == "style"]
+    return "".join(styles)
 
 
 class Cell(Struct, frozen=True):

@@ -12,8 +12,6 @@ import asyncio
 import base64
 import functools
 import hashlib
-import importlib.resources
-import re
 import time
 from collections.abc import AsyncGenerator
 from http import HTTPStatus
@@ -23,7 +21,7 @@ import msgspec
 from dataplane.metrics.server import Answer, MetricsServer, RefusedError
 from dataplane.model.errors import AccessDenied, DataplaneError
 from dataplane.model.redact import redacted
-from dataplane.page.figures import fleet, own_node
+from dataplane.page.figures import PARTS, fleet, own_node, page_text
 from dataplane.rpc.base import Coordination
 from dataplane.rpc.membership import StatusRequest, StatusResponse
 
@@ -33,7 +31,6 @@ _STATUS_S = 3.0
 _REFUSED_S = 60.0
 """How long a coordinator that refuses a status is left alone."""
 _JSON = "application/json; charset=utf-8"
-_PARTS = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
 class Page:
@@ -114,10 +111,10 @@ def _problem(error: DataplaneError | TimeoutError) -> str:
 @functools.cache
 def _page() -> Answer:
     """Return the page, whose policy allows its own script and style, and its own service."""
-    text = importlib.resources.files("dataplane.page").joinpath("page.html").read_text("utf-8")
+    text = page_text()
     allowed = {
         kind: base64.b64encode(hashlib.sha256(part.encode()).digest()).decode()
-        for kind, part in _PARTS.findall(text)
+        for kind, part in PARTS.findall(text)
     }
     policy = (
         "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; "
