@@ -21,7 +21,7 @@ from dataplane.commands.doctor import doctor
 from dataplane.commands.index import index
 from dataplane.commands.inspect import inspect
 from dataplane.commands.ledger import ledger, mix, skip, tombstone
-from dataplane.commands.look import look
+from dataplane.commands.look import look_at_step
 from dataplane.commands.options import (
     Manner,
     config,
@@ -125,7 +125,7 @@ def cli(manner: Manner, /, *, debug: bool, config_file: str | None) -> None:
 
 for command in (
     *(index, inspect, verify, plan, doctor, serve, status, config),
-    *(trace_step, where, replay, look, ledger, skip, tombstone, mix),
+    *(trace_step, where, replay, look_at_step, ledger, skip, tombstone, mix),
 ):
     cli.add_command(command)
 

@@ -112,10 +112,10 @@ def browser() -> str:
         found = shutil.which(name)
         if found:
             return found
-    told = f"there is no browser on this machine; any of these would do: {', '.join(NAMES)}"
+    advice = f"there is no browser on this machine; any of these would do: {', '.join(NAMES)}"
     if os.environ.get("CI"):
-        pytest.fail(told, pytrace=False)
-    pytest.skip(told)
+        pytest.fail(advice, pytrace=False)
+    pytest.skip(advice)
 
 
 def open_page(path: Path, width: int = 1280, *, is_dark: bool = False) -> Opened:

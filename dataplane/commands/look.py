@@ -15,7 +15,7 @@ from dataplane.commands import output
 from dataplane.commands.inspect import short
 from dataplane.commands.options import Settings, interruptible
 from dataplane.commands.replay import may_map, step_rows, values_of
-from dataplane.commands.traced import COUNT, traced, traced_options
+from dataplane.commands.traced import COUNT, is_a_ledger, names_urls, traced, traced_options
 from dataplane.model.errors import ConfigError, ImageError
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ td { vertical-align: top; }
 )  # fmt: skip
 @traced_options
 @interruptible
-def look(
+def look_at_step(
     settings: Settings,
     *,
     step: int,
@@ -98,23 +98,10 @@ def look(
       dataplane look pretrain-7 --step 12000 --join head:7077 -o step.html
       dataplane look checkpoints/ledger.jsonl --step 7 --json
     """
-    from dataplane.commands.doctor_run import transforms_of
-    from dataplane.commands.traced import is_a_ledger, names_urls
-    from dataplane.transforms.images import image_specs
-
-    target = options["target"]
-    is_urls = names_urls(target) and not is_a_ledger(target)
-    if is_urls:
-        options["global_batch"] = options["global_batch"] or _GLOBAL_BATCH
-    elif transform:
-        raise ConfigError("--transform is for urls: a job has its own, so leave it out")
-    job = traced(settings, options)
+    job = _job_of(settings, options, transform)
     epoch = job.epoch if epoch is None else epoch
-    if transform:
-        spec = replace(job.spec, transforms=image_specs(transforms_of(transform)))
-        job = dataclasses.replace(job, spec=spec)
     rows = step_rows(job, step, epoch, dp_rank, options["cursor"])
-    view = _Look(job, rows, epoch, step, " ".join(target))
+    view = _Look(job, rows, epoch, step, " ".join(options["target"]))
     if job.is_packed:
         view.read_packs()
     else:
@@ -134,8 +121,25 @@ def look(
         output.stdout().print(f"{view.title}: {path}", markup=False, soft_wrap=True)
 
 
+def _job_of(settings: Settings, options: dict[str, Any], transform: Sequence[str]) -> Traced:
+    """Return the job that the command line names, with these image steps."""
+    from dataplane.commands.doctor_run import transforms_of
+    from dataplane.transforms.images import image_specs
+
+    target = options["target"]
+    if names_urls(target) and not is_a_ledger(target):
+        options["global_batch"] = options["global_batch"] or _GLOBAL_BATCH
+    elif transform:
+        raise ConfigError("--transform is for urls: a job has its own, so leave it out")
+    job = traced(settings, options)
+    if not transform:
+        return job
+    spec = replace(job.spec, transforms=image_specs(transforms_of(transform)))
+    return dataclasses.replace(job, spec=spec)
+
+
 class _Look:
-    """What one step has: facts first, and the page made of them."""
+    """The content of one step: facts first, and the page made of them."""
 
     def __init__(self, job: Traced, rows: StepRows, epoch: int, step: int, target: str) -> None:
         self._job, self._epoch = job, epoch
@@ -179,7 +183,8 @@ class _Look:
         own = [name for name in table.column_names if not name.startswith(_PREFIX)]
         self.columns = [_facts_of(name, table.column(name)) for name in own]
         lengths = [
-            0 if one.view.pack is None else one.view.pack.length for one in self._job.sources
+            0 if source.view.pack is None else source.view.pack.length
+            for source in self._job.sources
         ]
         by_position = dict(zip(rows.positions.tolist(), rows.sources.tolist(), strict=True))
         for row in table.to_pylist():
@@ -195,7 +200,7 @@ class _Look:
 
     def facts(self) -> dict[str, Any]:
         """Return what the page shows, without the pixels of images."""
-        images = [{k: v for k, v in shot.items() if k != "data"} for shot in self.shots]
+        images = [{k: v for k, v in shot.items() if k != "drawings"} for shot in self.shots]
         return {
             "title": self.title,
             "samples_in_step": self._count,
@@ -258,15 +263,20 @@ class _Look:
             return {**shot, "error": "null" if encoded is None else "not an image"}
         shot |= {"height": size[0], "width": size[1]}
         try:
-            data = {"whole": _rendered(encoded, *_fitting(*size))}
+            drawings = {"whole": _rendered(encoded, *_fitting(*size))}
             if spec is not None:
-                shot |= self._crop(encoded, size, spec, at, data)
+                shot |= self._crop(encoded, size, spec, at, drawings)
         except ImageError as error:
             return {**shot, "error": str(error)}
-        return {**shot, "data": data}
+        return {**shot, "drawings": drawings}
 
     def _crop(
-        self, encoded: bytes, size: tuple[int, int], spec: ImageSpec, at: int, data: dict[str, str]
+        self,
+        encoded: bytes,
+        size: tuple[int, int],
+        spec: ImageSpec,
+        at: int,
+        drawings: dict[str, str],
     ) -> dict[str, Any]:
         """Draw the crop with the random numbers that the job has for this sample; return its box,
         and the form in which it comes.
@@ -290,7 +300,7 @@ class _Look:
         steps = steps_of(spec)
         crops = steps.crops(np.array([size], np.int32), draw)
         view = steps.view()
-        data["crop"] = _rendered(
+        drawings["crop"] = _rendered(
             encoded, view.height, view.width, crops.boxes, crops.flips,
             changes=steps.changes(1, draw), may_reduce=steps.may_reduce,
         )  # fmt: skip
@@ -388,11 +398,11 @@ def _image_parts(shots: Sequence[dict[str, Any]]) -> Iterator[str]:
     for shot in shots:
         title = f"{shot['column']} at position {shot['position']}"
         yield "<figure>"
-        if "data" in shot:
+        if "drawings" in shot:
             yield f'<div class="pair"><span class="whole"><img alt="{_text(title)}, whole"'
-            yield f' src="{shot["data"]["whole"]}">{_box(shot)}</span>'
-            if "crop" in shot["data"]:
-                yield f'<img alt="{_text(title)}, as it comes" src="{shot["data"]["crop"]}">'
+            yield f' src="{shot["drawings"]["whole"]}">{_box(shot)}</span>'
+            if "crop" in shot["drawings"]:
+                yield f'<img alt="{_text(title)}, as it comes" src="{shot["drawings"]["crop"]}">'
             yield "</div>"
         words = [title, f"{shot['height']} x {shot['width']}" if "height" in shot else ""]
         if "box" in shot:
