@@ -61,7 +61,7 @@ def test_crops_are_those_of_the_batch_and_hostile_values_stay_text(
     with DataLoader("images.parquet", 8, shuffle=True, seed=3, **columns) as loader:
         _, batch, *_ = loader
     sources = re.findall(r'src="data:image/jpeg;base64,([^"]+)"', page.read_text())
-    shots = [np.array(Image.open(io.BytesIO(base64.b64decode(source))) for source in sources]
+    shots = [np.array(Image.open(io.BytesIO(base64.b64decode(source)))) for source in sources]
     assert len(shots) == 16  # each whole, and as it is cropped
     assert shots[0].shape == (90, 120, 3)
     for shown, given in zip(shots[1::2], batch["jpg"].numpy(), strict=True):
