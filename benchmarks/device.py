@@ -1,4 +1,4 @@
-"""What a GPU gets: copies to it, stalls of its steps, and training loops as shares of its own rate.
+"""How well a GPU is fed: copies to it, stalls of its steps, and training loops' share of its rate.
 
     python benchmarks/device.py copies | training [--json]
 

@@ -1,4 +1,4 @@
-"""What a loader makes of a whole host, with or without a GPU: at most eight minutes.
+"""How a loader uses a whole host, with or without a GPU: at most eight minutes.
 
     python benchmarks/host.py measure [PART ...] | waits | store [--json]
 
@@ -69,7 +69,7 @@ class Given(Struct, frozen=True):
         return 0.01 if self.is_quick else 1.0
 
     def output_of(self, *command: str) -> str:
-        """What a command of Python writes to stdout.
+        """The stdout of a command of Python.
 
         Raises:  RuntimeError: it failed, or took too long; has the end of its output.
         """
@@ -318,12 +318,12 @@ class Counted:
         self._sizes, self._seconds = events["size"], seconds
 
     def done(self, since: float) -> float:
-        """What ended, a second."""
+        """How much ended, a second."""
         is_counted = (self._at >= since) & (self._at < self._seconds) & (self._sizes < 0)
         return -float(self._sizes[is_counted].sum()) / (self._seconds - since)
 
     def mean(self, since: float, until: float) -> float:
-        """What was under way on average."""
+        """How much was under way on average."""
         edges = np.concatenate([[since], self._at.clip(since, until), [until]])
         return float(np.dot(np.concatenate([[0], self._level]), np.diff(edges))) / (until - since)
 
@@ -434,7 +434,7 @@ def _calls(folder: Path, kind: str, workers: int, seconds: float) -> dict[str, f
 
 
 class WaitingStore:
-    """As much of S3 as a reader needs, from files of a folder. Each answer comes after a delay."""
+    """A server with the part of S3 that a reader needs, over files. It answers after a delay."""
 
     def __init__(self, folder: Path, delay_s: float, log: Path) -> None:
         self._paths = {path.name: path for path in sorted(folder.iterdir())}

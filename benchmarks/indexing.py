@@ -1,4 +1,4 @@
-"""What it costs to open a dataset: lists, shards, manifests, and tables with very many columns.
+"""The cost of opening a dataset: lists, shards, manifests, and tables with very many columns.
 
     python benchmarks/indexing.py listing | shards | manifests | wide [--json]
 
@@ -488,7 +488,7 @@ def wide(
     columns: tuple[int, ...] = (2000, 8000, 100_000),
     forms: tuple[str, ...] = ("arrow", "parquet"),
 ) -> Iterator[Row]:
-    """What it costs to open a table with very many columns, and how long other trainers wait.
+    """The cost of opening a table with very many columns, and how long other trainers wait.
 
     A node serves a trainer that takes a step every 5 ms. A second trainer opens a table with this
     many float columns, in two shards, and takes its first batch. CPU seconds of the node, of

@@ -155,14 +155,14 @@ async def lend(
     arena.reserve(0, ARENA_BYTES)
     arena.buffer[:] = secrets.token_bytes(1 << 20) * (ARENA_BYTES >> 20)
 
-    def give(asked: Asked) -> None:
-        request = asked.request
+    def give(message: Asked) -> None:
+        request = message.request
         first, *more = [
             Region(number * block_bytes, request.length // request.count)
             for number in range(request.block, request.block + request.count)
         ]
         ends = (wire.GIVEN_WHOLE,) * request.count if more else ()
-        lender.give(asked.number, first, more=tuple(more), ends=ends)
+        lender.give(message.number, first, more=tuple(more), ends=ends)
 
     enter(lends)
     rows: list[Row] = []
@@ -176,7 +176,9 @@ async def lend(
     neighbour = Neighbour("{}:{}".format(*listener.getsockname()), "job", 1, KEY, *of)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=ask, args=(theirs, asks, neighbour, options, blocks, tls))
+    process = context.Process(
+        target=run_asker, args=(theirs, asks, neighbour, options, blocks, tls)
+    )
     process.start()
     try:
         await asyncio.to_thread(ours.recv)
@@ -204,7 +206,7 @@ async def lend(
     return rows
 
 
-def ask(
+def run_asker(
     pipe: Connection,
     namespace: str,
     neighbour: Neighbour,

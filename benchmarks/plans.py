@@ -261,7 +261,7 @@ def entropy_of(labels: Int64) -> float:
 
 
 def full_entropy(samples: int) -> float:
-    """Of a batch of a permutation of all samples, on average."""
+    """The entropy of a batch of a permutation of all samples, on average."""
     random = np.random.default_rng(SEED)
     drawn = random.integers(0, samples, (_DRAWS, GLOBAL_BATCH))
     return float(np.mean([entropy_of(batch * LABELS // samples) for batch in drawn]))
@@ -286,7 +286,7 @@ def mixing_of(shape: Shape, order: Order, starts: Int64) -> tuple[float, float]:
 
 
 def reads_of(order: Order, hosts: int) -> float:
-    """What a host reads, as a multiple of its share of the dataset, on average."""
+    """How much a host reads, as a multiple of its share of the dataset, on average."""
     ranks = hosts * RANKS_PER_HOST
     meeting = math.gcd(order.lanes, ranks)
     # Lane l and rank r meet where they are equal modulo `meeting`.
@@ -344,7 +344,7 @@ def figures(shape: Shape, batches: int) -> ShuffleFigures:
 
 
 def row_of(figures: ShuffleFigures) -> str:
-    """As docs/order.md has it."""
+    """A row of the table in docs/order.md."""
     cells = (
         figures.name,
         f"{figures.lanes:,}",
@@ -502,7 +502,7 @@ def indexed() -> Iterator[Row]:
 
 
 def packing() -> Iterator[Row]:
-    """What sequence packs waste, and how fast they are planned and made.
+    """How much sequence packs waste, and how fast they are planned and made.
 
     Documents have log-normal lengths with a mean of 616 tokens, as web pages have. "Made" is the
     work of one worker: a block of documents becomes batches.

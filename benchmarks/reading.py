@@ -1,4 +1,4 @@
-"""What it costs to read: seconds, CPU and bytes, from an S3 server of this machine and by process.
+"""The cost of reading: seconds, CPU and bytes, from an S3 server of this machine and by process.
 
     python benchmarks/reading.py readers | columns | small-blocks | cpu URL ... | peers [--json]
 
@@ -68,7 +68,7 @@ def shard(table: pa.Table, form: str, block_rows: int) -> bytes:
 
 
 def measured(storage: Storage, cache: str, *arguments: str) -> dict[str, float]:
-    """What a hidden command of this script prints, and the server's CPU seconds meanwhile."""
+    """The figures that a hidden command of this script prints, and the server's CPU seconds meanwhile."""
     environment = {**os.environ, "DATAPLANE_CACHE_DIR": cache}
     before = storage.cpu_s()
     done = subprocess.run(
@@ -513,7 +513,7 @@ with DataLoader(
 
 
 def decode_share(ends: list[tuple[int, float, list[float]]], *, images: bool) -> float:
-    """Of the time of the worker's tasks, the part in which it decoded blocks and made images, from
+    """The part of the worker's time in which it decoded blocks and made images, from
     what the ranks print: rows, time for blocks, and time for each slab. One of equal slabs is
     made.
     """
@@ -532,7 +532,7 @@ def peers(
     samples: int = 4096,
     rounds: int = 3,
 ) -> Iterator[Row]:
-    """What tensor-parallel peers cost a node: processor time for ranks that read the same batches.
+    """The cost of tensor-parallel peers for a node: processor time for ranks that read the same batches.
 
     Two epochs of photographs with random resized crops, or of token lists: by one rank, and by --tp
     processes that are ranks of one dp rank. CPU seconds of the node and of its workers in each

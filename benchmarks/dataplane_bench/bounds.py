@@ -61,28 +61,28 @@ S3 = "s3_gb_per_s"
 
 def names(workload: Workload, store: StorageKind) -> tuple[str, ...]:
     """The measurements that cases of this workload need."""
-    found = [MEMCPY, PAGE_CACHE]
+    measurements = [MEMCPY, PAGE_CACHE]
     match workload.delivery:
         case BatchKind.PACKED:
-            return (*found, PACKS)
+            return (*measurements, PACKS)
         case BatchKind.TOKENISED:
-            return (*found, PARQUET, TOKENS)
+            return (*measurements, PARQUET, TOKENS)
     match workload.shape:
         case "tokens":
-            found += [GATHER, PARQUET]
+            measurements += [GATHER, PARQUET]
         case "tabular":
-            found += [TABLE_GATHER, PARQUET]
+            measurements += [TABLE_GATHER, PARQUET]
         case "images":
-            found += [JPEG_DECODE, JPEG_CROP]
+            measurements += [JPEG_DECODE, JPEG_CROP]
         case _:
-            found += [PARQUET]
+            measurements += [PARQUET]
     if workload.of_kind(ColumnType.RAGGED):
-        found.append(LISTS)
+        measurements.append(LISTS)
     if workload.of_kind(ColumnType.STRING):
-        found.append(STRINGS)
+        measurements.append(STRINGS)
     if store is StorageKind.S3:
-        found.append(S3)
-    return tuple(found)
+        measurements.append(S3)
+    return tuple(measurements)
 
 
 def measured_name(name: str, case: BenchCase) -> str:
@@ -118,12 +118,12 @@ def measure(
         raise TrialFailed(f"the bounds were not measured within {TIMEOUT_S:g} s") from error
     except subprocess.CalledProcessError as error:
         raise TrialFailed(f"the bounds cannot be measured:\n{error.stderr.strip()}") from error
-    found: dict[str, float] = json.loads(done.stdout)
-    return found
+    rates: dict[str, float] = json.loads(done.stdout)
+    return rates
 
 
 def bound_of(
-    workload: Workload, store: StorageKind, found: Mapping[str, float]
+    workload: Workload, store: StorageKind, rates: Mapping[str, float]
 ) -> list[tuple[str, float]]:
     """Upper bounds on samples/s, each with the name of its bottleneck; the tightest first.
 
@@ -133,27 +133,27 @@ def bound_of(
     cores = len(os.sched_getaffinity(0))
     fixed = sum(column.sample_bytes for column in workload.of_kind(ColumnType.FIXED))
     limits = [
-        (f"JPEG decode and resize x {cores} cores", found.get(JPEG_CROP, math.inf) * cores),
-        ("gather, one core", _samples_of(found, GATHER, fixed)),
-        ("gather of whole rows, one core", _samples_of(found, TABLE_GATHER, fixed)),
-        ("gather and padding of lists, one core", found.get(LISTS, math.inf)),
-        ("making strings, one core", found.get(STRINGS, math.inf)),
-        ("gather of tokens, one core", _samples_of(found, PACKS, 4 * workload.length)),
-        (f"tokenizer x {cores} cores", found.get(TOKENS, math.inf) * cores),
+        (f"JPEG decode and resize x {cores} cores", rates.get(JPEG_CROP, math.inf) * cores),
+        ("gather, one core", _samples_of(rates, GATHER, fixed)),
+        ("gather of whole rows, one core", _samples_of(rates, TABLE_GATHER, fixed)),
+        ("gather and padding of lists, one core", rates.get(LISTS, math.inf)),
+        ("making strings, one core", rates.get(STRINGS, math.inf)),
+        ("gather of tokens, one core", _samples_of(rates, PACKS, 4 * workload.length)),
+        (f"tokenizer x {cores} cores", rates.get(TOKENS, math.inf) * cores),
     ]
     if store is StorageKind.S3:
         shards = workload.shards
         stored = sum(path.stat().st_size for path in shards) / workload.sample_count
-        limits.append(("S3 server's own ceiling", _samples_of(found, S3, stored)))
+        limits.append(("S3 server's own ceiling", _samples_of(rates, S3, stored)))
     known = [(name, limit) for name, limit in limits if math.isfinite(limit)]
-    return sorted(known, key=lambda one: one[1])
+    return sorted(known, key=lambda bound: bound[1])
 
 
-def _samples_of(found: Mapping[str, float], name: str, sample_bytes: float) -> float:
+def _samples_of(rates: Mapping[str, float], name: str, sample_bytes: float) -> float:
     """Samples/s at a rate in GB/s."""
-    if name not in found or not sample_bytes:
+    if name not in rates or not sample_bytes:
         return math.inf
-    return found[name] * 1e9 / sample_bytes
+    return rates[name] * 1e9 / sample_bytes
 
 
 _PASSES_MIN = 3
@@ -223,7 +223,7 @@ def page_cache(subject: Subject) -> float:
 
 def gather(subject: Subject) -> float:
     """GB/s of one core taking random rows of the widest column into a warm buffer."""
-    column = max(subject.workload.of_kind(ColumnType.FIXED), key=lambda one: one.sample_bytes)
+    column = max(subject.workload.of_kind(ColumnType.FIXED), key=lambda fixed: fixed.sample_bytes)
     rows = _numbers(_start(subject, [column.name])[column.name]).astype(column.dtype, copy=False)
     return _row_gather(rows.reshape(-1, max(int(np.prod(column.shape)), 1)), subject.seconds) / 1e9
 
@@ -262,8 +262,8 @@ def jpeg_decode(subject: Subject) -> float:
     images = _images(subject)
 
     def batch() -> None:
-        for one in images:
-            simplejpeg.decode_jpeg(one, "RGB")
+        for image in images:
+            simplejpeg.decode_jpeg(image, "RGB")
 
     return best_rate(batch, len(images), subject.seconds)
 
@@ -277,8 +277,8 @@ def jpeg_crop(subject: Subject) -> float:
     def batch() -> None:
         # The same crops in each pass; otherwise the best pass is the one with the smallest crops.
         random = np.random.default_rng(0)
-        for one in images:
-            random_resized_crop_flip(one, random)
+        for image in images:
+            random_resized_crop_flip(image, random)
 
     return best_rate(batch, len(images), subject.seconds)
 
@@ -358,8 +358,8 @@ def s3(subject: Subject) -> float:
     ]
     ranges = [ranges[index % len(ranges)] for index in range(_GETS)]
 
-    def get(one: tuple[str, int, int]) -> int:
-        key, start, length = one
+    def get(span: tuple[str, int, int]) -> int:
+        key, start, length = span
         return len(obstore.get_range(store, key, start=start, length=length))
 
     with ThreadPoolExecutor(_GETS_AT_ONCE) as pool:
@@ -400,8 +400,8 @@ def _images(subject: Subject) -> list[bytes]:
     name = subject.workload.of_kind(ColumnType.IMAGE)[0].name
     with pq.ParquetFile(subject.shards[0]) as file:
         rows = next(file.iter_batches(_JPEGS, columns=[name]))
-    found: list[bytes] = rows[name].to_pylist()
-    return found
+    encoded: list[bytes] = rows[name].to_pylist()
+    return encoded
 
 
 def _numbers(column: pa.ChunkedArray) -> NDArray[Any]:
@@ -413,7 +413,7 @@ def _numbers(column: pa.ChunkedArray) -> NDArray[Any]:
 
 
 def _decoded(encoded: Sequence[bytes]) -> list[str]:
-    return [one.decode() for one in encoded]
+    return [text.decode() for text in encoded]
 
 
 def _draws(size: int, count: int) -> Iterator[NDArray[np.int64]]:
@@ -427,11 +427,15 @@ def _draws(size: int, count: int) -> Iterator[NDArray[np.int64]]:
 def main() -> None:
     """Read the order, measure, write the results."""
     order = json.loads(sys.stdin.readline())
-    told = order["place"]
-    place = DatasetPlace(**{**told, "folder": Path(told["folder"])}) if told else None
+    place_fields = order["place"]
+    place = (
+        DatasetPlace(**{**place_fields, "folder": Path(place_fields["folder"])})
+        if place_fields
+        else None
+    )
     subject = Subject(wire.workload_of(order["workload"]), place, order["seconds"])
-    found = {name: MEASURES[name](subject) for name in order["names"]}
-    sys.stdout.write(json.dumps(found) + "\n")
+    rates = {name: MEASURES[name](subject) for name in order["names"]}
+    sys.stdout.write(json.dumps(rates) + "\n")
 
 
 if __name__ == "__main__":

@@ -127,7 +127,7 @@ def _bar() -> Iterator[_Bar]:
     "s3_delay_ms",
     default="20",
     show_default=True,
-    callback=lambda _, __, told: _delays(told),
+    callback=lambda _, __, text: _delays(text),
     metavar="MS[,MS]...",
     help="Delay added to every request to the S3 server; several are measured in turn.",
 )
@@ -186,15 +186,15 @@ def bench(**given: Any) -> None:
         _run(given)
 
 
-def _delays(told: str) -> tuple[float, ...]:
+def _delays(text: str) -> tuple[float, ...]:
     """Raises:  click.BadParameter: not numbers, or out of range."""
     try:
-        delays = tuple(float(one) for one in told.split(","))
+        delays = tuple(float(delay) for delay in text.split(","))
     except ValueError:
         delays = ()
-    if not delays or not all(0 <= one <= _DELAY_MS_MAX for one in delays):
+    if not delays or not all(0 <= delay <= _DELAY_MS_MAX for delay in delays):
         raise click.BadParameter(
-            f"{told!r}: milliseconds from 0 to {_DELAY_MS_MAX:,}, separated by commas: 0,20,50"
+            f"{text!r}: milliseconds from 0 to {_DELAY_MS_MAX:,}, separated by commas: 0,20,50"
         )
     return delays
 
@@ -256,10 +256,10 @@ def _list(*, as_json: bool) -> None:
     rows = [(name, SCENARIOS[name].question, ", ".join(cases)) for name, cases in scenarios.items()]
     output.write_table(("scenario", "question", "cases"), rows)
     output.stdout().print()
-    told = {True: "installed", False: "--install-peer"}
+    states = {True: "installed", False: "--install-peer"}
     output.write_table(
         ("peer", "", "state"),
-        [(name, adapter(name).title, told[installed[name]]) for name in PEERS],
+        [(name, adapter(name).title, states[installed[name]]) for name in PEERS],
     )
 
 
@@ -275,10 +275,10 @@ def _install(names: tuple[str, ...]) -> None:
         try:
             with console.status(f"installing {name}") as status:
                 environments.install(name, status.update)
-            told = ", ".join(
-                f"{one} {version}" for one, version in environments.versions(name).items()
+            installed = ", ".join(
+                f"{package} {version}" for package, version in environments.versions(name).items()
             )
-            console.print(f"{name}: installed ({told})", highlight=False, soft_wrap=True)
+            console.print(f"{name}: installed ({installed})", highlight=False, soft_wrap=True)
         except ConfigError as error:
             if len(names) == 1 and names != ("all",):
                 raise

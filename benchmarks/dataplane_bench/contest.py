@@ -74,8 +74,8 @@ class Prepared:
         if folder not in self._uploaded:
             self._say(f"uploading {folder.name}")
             self._uploaded.add(folder)
-        found: DatasetPlace = self._storage().place(folder, case)
-        return found
+        place: DatasetPlace = self._storage().place(folder, case)
+        return place
 
     def _convert(self, system: str, python: str, workload: Workload, folder: Path) -> None:
         self._say(f"{workload.name}: writing {folder.name} for {system}")
@@ -164,29 +164,29 @@ class Contest:
     def run(self, case: BenchCase, workload: Workload) -> CaseResult:
         """Run all systems in one case."""
         runners = [self._runner(entry, case, workload) for entry in self._entries]
-        going = [one for one in runners if one.runs]
-        self._show.planned(sum(self._rounds_of(one) for one in going))
-        for one in going:
-            with self._failing(one):
-                self._prepared.place(one.entry.name, one.entry.python, workload, case)
-                self._choose(one, case, workload)
-                self._check(one, case, workload)
+        going = [runner for runner in runners if runner.runs]
+        self._show.planned(sum(self._rounds_of(runner) for runner in going))
+        for runner in going:
+            with self._failing(runner):
+                self._prepared.place(runner.entry.name, runner.entry.python, workload, case)
+                self._choose(runner, case, workload)
+                self._check(runner, case, workload)
         limits: dict[str, list[float]] = {}
-        before = machine.look(cores=self._usable)
+        before = machine.cpu_sample(cores=self._usable)
         for round_index in range(self._rounds):
             self._bounds(case, workload, limits)
-            for one in runners:
-                if one.runs and round_index < self._rounds_of(one):
-                    with self._failing(one):
-                        self._take_turn(one, case, workload, round_index)
-        for one in runners:
-            one.now(trials=tuple(one.trials))
+            for runner in runners:
+                if runner.runs and round_index < self._rounds_of(runner):
+                    with self._failing(runner):
+                        self._take_turn(runner, case, workload, round_index)
+        for runner in runners:
+            runner.now(trials=tuple(runner.trials))
         measured = tuple(HardwareBound(name, tuple(values)) for name, values in limits.items())
-        load = machine.load_between(before, machine.look(cores=self._usable))
-        return CaseResult(case, tuple(one.result for one in runners), measured, load)
+        load = machine.load_between(before, machine.cpu_sample(cores=self._usable))
+        return CaseResult(case, tuple(runner.result for runner in runners), measured, load)
 
-    def _rounds_of(self, one: _Runner) -> int:
-        return 1 if one.entry.name == HARNESS else self._rounds
+    def _rounds_of(self, runner: _Runner) -> int:
+        return 1 if runner.entry.name == HARNESS else self._rounds
 
     def _runner(self, entry: Entry, case: BenchCase, workload: Workload) -> _Runner:
         system = adapter(entry.name)
@@ -206,14 +206,14 @@ class Contest:
         )
 
     @contextlib.contextmanager
-    def _failing(self, one: _Runner) -> Any:
+    def _failing(self, runner: _Runner) -> Any:
         try:
             yield
         except TrialFailed as error:
-            one.now(error=str(error))
-            self._show.note(f"{one.result.title}: {str(error).splitlines()[0]}")
+            runner.now(error=str(error))
+            self._show.note(f"{runner.result.title}: {str(error).splitlines()[0]}")
 
-    def _choose(self, one: _Runner, case: BenchCase, workload: Workload) -> None:
+    def _choose(self, runner: _Runner, case: BenchCase, workload: Workload) -> None:
         """Choose the settings with the highest throughput."""
         # Cases about a start, a resume or a computing trainer use these settings, too.
         if case.mode in (Mode.FIRST, Mode.RESUME, Mode.RESTART) or case.step_ms:
@@ -222,17 +222,17 @@ class Contest:
             # The second epoch tells as much as a later one.
             case = dataclasses.replace(case, epoch=1)
         key = (
-            *(one.entry.name, workload.fingerprint, case.store, case.delay_ms, case.over_tls),
+            *(runner.entry.name, workload.fingerprint, case.store, case.delay_ms, case.over_tls),
             *(case.ranks, case.jobs, case.served, case.shared, case.epoch),
         )
         if key not in self._sweeps:
-            self._sweeps[key] = tuple(self._tried(one.entry, case, workload))
+            self._sweeps[key] = tuple(self._tried(runner.entry, case, workload))
         tried = self._sweeps[key]
-        best = max(tried, key=lambda each: each.samples_per_s)
+        best = max(tried, key=lambda attempt: attempt.samples_per_s)
         if best.error:
             raise TrialFailed(best.error)
-        one.settings = best.settings
-        one.now(settings=best.settings, sweep=tried)
+        runner.settings = best.settings
+        runner.now(settings=best.settings, sweep=tried)
 
     def _tried(self, entry: Entry, case: BenchCase, workload: Workload) -> list[Tried]:
         choices = adapter(entry.name).settings(workload, case, self._cores)
@@ -243,32 +243,36 @@ class Contest:
         for settings in choices:
             self._show.trial(f"{_where(case, workload)}: {entry.name} with {_told(settings)}")
             try:
-                found = self._trial(entry, case, workload, settings, SWEEP)
-                tried.append(Tried(settings, found["samples_per_s"]))
+                result = self._trial(entry, case, workload, settings, SWEEP)
+                tried.append(Tried(settings, result["samples_per_s"]))
             except TrialFailed as error:
                 tried.append(Tried(settings, error=str(error)))
         return tried
 
-    def _check(self, one: _Runner, case: BenchCase, workload: Workload) -> None:
+    def _check(self, runner: _Runner, case: BenchCase, workload: Workload) -> None:
         """Compare the checksum of one whole epoch with that of the source."""
-        if one.entry.name == HARNESS:
+        if runner.entry.name == HARNESS:
             return
         whole = BenchCase(
             *(case.label, case.workload, Mode.VERIFY, case.store, case.ranks),
             over_tls=case.over_tls,
         )
         truth = self.truth(workload)
-        key = (one.entry.name, workload.fingerprint, case.store, case.ranks)
+        key = (runner.entry.name, workload.fingerprint, case.store, case.ranks)
         if key not in self._digests:
             self._show.planned(1)
-            self._show.trial(f"{_where(case, workload)}: {one.entry.name}, every byte of an epoch")
-            self._digests[key] = self._trial(one.entry, whole, workload, one.settings, self._timing)
-        found = self._digests[key]
-        fault = _fault(found, truth, workload)
-        one.now(digest=found["digest"], same_samples=not fault, facts=found["facts"])
+            self._show.trial(
+                f"{_where(case, workload)}: {runner.entry.name}, every byte of an epoch"
+            )
+            self._digests[key] = self._trial(
+                runner.entry, whole, workload, runner.settings, self._timing
+            )
+        epoch = self._digests[key]
+        fault = _fault(epoch, truth, workload)
+        runner.now(digest=epoch["digest"], same_samples=not fault, facts=epoch["facts"])
         if fault:
             where = _where(case, workload)
-            self._show.note(f"{one.result.title}: not the source's samples in {where} ({fault})")
+            self._show.note(f"{runner.result.title}: not the source's samples in {where} ({fault})")
 
     def truth(self, workload: Workload) -> dict[str, Any]:
         """The checksum of the source's samples, and the size of their batches."""
@@ -278,23 +282,23 @@ class Contest:
             self._show.trial(f"{workload.name}: every byte of the source")
             entry = Entry(REFERENCE, sys.executable, {})
             case = BenchCase("source", workload.name, Mode.VERIFY)
-            found = self._trial(entry, case, workload, {}, self._timing)
-            self._digests[key] = found
-        found = self._digests[key]
-        self.sample_bytes[workload.name] = found["byte_count"] / max(found["sample_count"], 1)
-        return found
+            epoch = self._trial(entry, case, workload, {}, self._timing)
+            self._digests[key] = epoch
+        epoch = self._digests[key]
+        self.sample_bytes[workload.name] = epoch["byte_count"] / max(epoch["sample_count"], 1)
+        return epoch
 
     def _take_turn(
-        self, one: _Runner, case: BenchCase, workload: Workload, round_index: int
+        self, runner: _Runner, case: BenchCase, workload: Workload, round_index: int
     ) -> None:
         turn = f"round {round_index + 1} of {self._rounds}"
-        self._show.trial(f"{_where(case, workload)}, {turn}: {one.entry.name}")
+        self._show.trial(f"{_where(case, workload)}, {turn}: {runner.entry.name}")
         timing = self._timing
-        if one.entry.name == HARNESS:
+        if runner.entry.name == HARNESS:
             window_s = min(timing.window_s, HARNESS_WINDOW_S)
             timing = dataclasses.replace(timing, settle_s=window_s / 2, window_s=window_s)
-        found = self._trial(one.entry, case, workload, one.settings, timing)
-        one.trials.append(found | {"round": round_index})
+        result = self._trial(runner.entry, case, workload, runner.settings, timing)
+        runner.trials.append(result | {"round": round_index})
 
     def _trial(
         self, entry: Entry, case: BenchCase, workload: Workload, settings: Settings, timing: Timing
@@ -312,13 +316,13 @@ class Contest:
             place = self._prepared.source(workload, case)
         names = bounds.names(workload, case.store)
         try:
-            found = bounds.measure(names, workload, place)
+            rates = bounds.measure(names, workload, place)
         except TrialFailed as error:
             self._show.note(f"a bound was not measured: {str(error).splitlines()[0]}")
             return
-        for name, value in found.items():
+        for name, value in rates.items():
             self.measured.setdefault(bounds.measured_name(name, case), []).append(value)
-        for name, value in bounds.bound_of(workload, case.store, found):
+        for name, value in bounds.bound_of(workload, case.store, rates):
             limits.setdefault(name, []).append(value)
 
 
@@ -335,16 +339,16 @@ def _lacks(system: Any, workload: Workload) -> str:
     return "" if workload.delivery in delivers else _LACKS[workload.delivery]
 
 
-def _fault(found: Mapping[str, Any], truth: Mapping[str, Any], workload: Workload) -> str:
-    """What is wrong with the samples of an epoch; "" if nothing is."""
+def _fault(epoch: Mapping[str, Any], truth: Mapping[str, Any], workload: Workload) -> str:
+    """Why the samples of an epoch are not the source's; "" if they are."""
     if workload.delivery is BatchKind.MIXED:
-        return str(found["facts"]["fault"])
-    if found["digest"] == truth["digest"]:
+        return str(epoch["facts"]["fault"])
+    if epoch["digest"] == truth["digest"]:
         return ""
     if workload.delivery is BatchKind.PACKED:
-        found, truth = found["facts"], truth["facts"]
-        return f"{found['documents']:,} documents instead of {truth['documents']:,}"
-    return f"{found['sample_count']:,} instead of {truth['sample_count']:,}"
+        epoch, truth = epoch["facts"], truth["facts"]
+        return f"{epoch['documents']:,} documents instead of {truth['documents']:,}"
+    return f"{epoch['sample_count']:,} instead of {truth['sample_count']:,}"
 
 
 def _where(case: BenchCase, workload: Workload) -> str:

@@ -125,12 +125,12 @@ class Environment:
     def versions(self) -> dict[str, str]:
         """See the function of this name."""
         own = [str(self._packages)] if self.requirements else []
-        found: dict[str, str] = {}
+        known: dict[str, str] = {}
         for path in (own, sys.path):
             for name in (self.distribution, *_SHARED):
-                for each in importlib.metadata.distributions(name=name, path=path):
-                    found.setdefault(name, each.version)
-        return found
+                for package in importlib.metadata.distributions(name=name, path=path):
+                    known.setdefault(name, package.version)
+        return known
 
     def remove(self) -> None:
         """See the function of this name."""
@@ -230,15 +230,17 @@ def _behind() -> str:
     for name in (*_OURS, *_SHARED):
         spec = importlib.util.find_spec(name)
         inside = (spec and spec.submodule_search_locations) or ()
-        folders += [str(Path(each).parent) for each in inside]
+        folders += [str(Path(place).parent) for place in inside]
     there = [folder for folder in dict.fromkeys(folders) if Path(folder).is_dir()]
     return "".join(f"import site; site.addsitedir({folder!r})\n" for folder in there)
 
 
 def _last_words(lines: list[str]) -> list[str]:
     """The last lines of pip's output, without its warnings."""
-    told = [line for line in lines if line.strip() and not line.startswith(("WARNING", "[notice]"))]
-    return told[-_LAST_LINES:]
+    shown = [
+        line for line in lines if line.strip() and not line.startswith(("WARNING", "[notice]"))
+    ]
+    return shown[-_LAST_LINES:]
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ class CpuSample:
     own_s: float
 
 
-def look(own: Sequence[int] | None = None, cores: CoreIds | None = None) -> CpuSample:
+def cpu_sample(own: Sequence[int] | None = None, cores: CoreIds | None = None) -> CpuSample:
     """The values now. Our own processes are the descendants of `own`, or else of this process; they
     use `cores`, or else only those of this thread.
 
@@ -67,7 +67,7 @@ def load_between(before: CpuSample, after: CpuSample) -> dict[str, float]:
 
 
 def machine_facts(folder: Path) -> dict[str, Any]:
-    """What a reader needs to know to compare results; `folder` holds the shards."""
+    """The facts that a reader needs to compare results; `folder` holds the shards."""
     return {
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
@@ -89,9 +89,11 @@ def _file_system(folder: Path) -> str:
     """The type of the file system, such as "ext4"."""
     resolved = folder.resolve()
     inside = [
-        one for one in psutil.disk_partitions(all=True) if resolved.is_relative_to(one.mountpoint)
+        partition
+        for partition in psutil.disk_partitions(all=True)
+        if resolved.is_relative_to(partition.mountpoint)
     ]
-    return max(inside, key=lambda one: len(one.mountpoint)).fstype if inside else ""
+    return max(inside, key=lambda partition: len(partition.mountpoint)).fstype if inside else ""
 
 
 CORES_MIN = 8

@@ -50,7 +50,7 @@ class WorkloadColumn:
 
 
 class BatchKind(enum.StrEnum):
-    """What a batch is made of."""
+    """The material of a batch."""
 
     STORED = "stored"  # samples as they are stored
     MIXED = "mixed"  # samples of several parts, in proportion to their weights
@@ -146,7 +146,7 @@ class Workload:
 
 
 class Mode(enum.StrEnum):
-    """What a trial measures."""
+    """The subject of a trial."""
 
     STEADY = "steady"  # rates once everything is warm, over a window of time
     EPOCH = "epoch"  # an epoch, its first batch included, or its first seconds
@@ -204,7 +204,7 @@ class BenchCase:
         return self.ranks * self.jobs
 
     def cache_bytes_max(self, stored_bytes: int) -> int:
-        """What a loader may keep of samples that take `stored_bytes` in its own format; 0: all."""
+        """How much a loader may keep of samples of `stored_bytes` in its own format; 0: all."""
         return int(stored_bytes * self.cache_share)
 
 
@@ -231,7 +231,7 @@ class DatasetPlace:
 
     @property
     def stored_bytes(self) -> int:
-        """Of all files."""
+        """The bytes of all files."""
         return sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
 
     def trust(self) -> dict[str, str]:

@@ -78,12 +78,12 @@ def kill_family(process: subprocess.Popen[Any]) -> list[int]:
         root = psutil.Process(process.pid)
         root.suspend()
         family = [root, *root.children(recursive=True)]
-        for one in family:
+        for member in family:
             with contextlib.suppress(psutil.Error):
-                one.kill()
+                member.kill()
     process.wait()
     psutil.wait_procs(family, timeout=5)
-    return [one.pid for one in family]
+    return [member.pid for member in family]
 
 
 def end(process: subprocess.Popen[bytes], grace_s: float) -> int | None:
@@ -116,10 +116,10 @@ def tool(name: str) -> str:
     Raises:  FileNotFoundError: it is in neither.
     """
     beside = Path(sys.executable).with_name(name)
-    found = str(beside) if beside.exists() else shutil.which(name)
-    if found is None:
+    path = str(beside) if beside.exists() else shutil.which(name)
+    if path is None:
         raise FileNotFoundError(f"{name} is not installed: `make setup` brings it")
-    return found
+    return path
 
 
 def free_ports(count: int, below: int = 1 << 16) -> list[int]:

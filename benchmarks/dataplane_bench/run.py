@@ -68,31 +68,31 @@ def chosen(options: Options, workload: str) -> list[Chosen]:
 
     Raises:  ConfigError: there is no such scenario or case.
     """
-    asked = options.scenarios
-    if asked == (ALL,):
-        asked = tuple(SCENARIOS)
-    elif not asked:
-        asked = tuple(f"{scenario.name}/local" for scenario in WORKLOADS)
-    found: dict[str, tuple[BenchCase, ...]] = {}
-    for each in asked:
-        name, _, label = each.partition("/")
+    names = options.scenarios
+    if names == (ALL,):
+        names = tuple(SCENARIOS)
+    elif not names:
+        names = tuple(f"{scenario.name}/local" for scenario in WORKLOADS)
+    cases_by_name: dict[str, tuple[BenchCase, ...]] = {}
+    for entry in names:
+        name, _, label = entry.partition("/")
         cases = _cases(name, options, workload)
         wanted = tuple(case for case in cases if label in ("", case.label))
         if not wanted:
             labels = ", ".join(f"{name}/{case.label}" for case in cases)
-            raise ConfigError(f"scenario {each!r}: there are {labels}", field="scenario")
+            raise ConfigError(f"scenario {entry!r}: there are {labels}", field="scenario")
         wanted = tuple(line for case in wanted for line in _lines(case, options))
-        found[name] = tuple(dict.fromkeys((*found.get(name, ()), *wanted)))
+        cases_by_name[name] = tuple(dict.fromkeys((*cases_by_name.get(name, ()), *wanted)))
     if workload:
         shapes = {scenario.name for scenario in (*WORKLOADS, *MADE)} - {workload}
-        found = {name: cases for name, cases in found.items() if name not in shapes}
-    if not found:
+        cases_by_name = {name: cases for name, cases in cases_by_name.items() if name not in shapes}
+    if not cases_by_name:
         raise ConfigError(
             f"these samples are {workload}: ask for that scenario, or one of "
             + ", ".join(scenario.name for scenario in OTHERS),
             field="scenario",
         )
-    return [(SCENARIOS[name], cases) for name, cases in found.items()]
+    return [(SCENARIOS[name], cases) for name, cases in cases_by_name.items()]
 
 
 def _lines(case: BenchCase, options: Options) -> tuple[BenchCase, ...]:
@@ -122,32 +122,32 @@ def _cases(name: str, options: Options, workload: str) -> tuple[BenchCase, ...]:
     return scenario.cases(Scale(workload or default, options.ranks))
 
 
-def entries(asked: Sequence[str]) -> tuple[list[Entry], dict[str, str]]:
+def entries(names: Sequence[str]) -> tuple[list[Entry], dict[str, str]]:
     """The systems that take part, and the peers that do not, with the reason.
 
     Raises:  ConfigError: a requested peer is unknown or not installed.
     """
-    unknown = [name for name in asked if name not in (*PEERS, ALL) and ":" not in name]
+    unknown = [name for name in names if name not in (*PEERS, ALL) and ":" not in name]
     if unknown:
         raise ConfigError(
             f"there is no peer {unknown[0]!r}; there are {', '.join(PEERS)}", field="peers"
         )
-    named = [name for name in asked if name != ALL]
+    named = [name for name in names if name != ALL]
     missing: dict[str, str] = {}
-    found = []
-    for name in (OURS, *dict.fromkeys((*named, *(PEERS if ALL in asked else ()))), HARNESS):
+    systems = []
+    for name in (OURS, *dict.fromkeys((*named, *(PEERS if ALL in names else ()))), HARNESS):
         python = environments.python_of(name)
         if python is None:
             missing[name] = _not_installed(name)
             if name in named:
                 raise ConfigError(f"{name} is {missing[name]}", field="peers")
             continue
-        found.append(Entry(name, python, environments.versions(name)))
+        systems.append(Entry(name, python, environments.versions(name)))
     for name in PEERS:
-        if name not in missing and all(entry.name != name for entry in found):
+        if name not in missing and all(entry.name != name for entry in systems):
             installed = environments.python_of(name) is not None
             missing[name] = "not asked for: --peers all" if installed else _not_installed(name)
-    return found, missing
+    return systems, missing
 
 
 def _not_installed(name: str) -> str:
@@ -243,13 +243,13 @@ def scale_of(name: str, options: Options, plan: Sequence[Chosen]) -> float:
 def _workloads(
     options: Options, plan: Sequence[Chosen], mine: Workload | None, root: Path, show: Show
 ) -> dict[str, Workload]:
-    found = {}
+    workloads = {}
     for name in dict.fromkeys(case.workload for _, cases in plan for case in cases):
         scale = scale_of(name, options, plan)
         if mine is None:
             show.note(f"{name}: samples, --scale {scale:g}")
-        found[name] = mine or generated(name, root / "source", scale)
-    return found
+        workloads[name] = mine or generated(name, root / "source", scale)
+    return workloads
 
 
 @contextlib.contextmanager

@@ -58,7 +58,7 @@ def make_certificate(folder: Path) -> Certificate:
     """
     authority, authority_key = folder / "authority.pem", folder / "authority.key"
     made = Certificate(folder / "server.pem", folder / "server.key", authority)
-    asked, extensions = folder / "server.csr", folder / "server.ext"
+    request, extensions = folder / "server.csr", folder / "server.ext"
     extensions.write_text(_SERVER_EXTENSIONS)
     subject = ("-subj", "/CN=127.0.0.1")
     _openssl(
@@ -75,9 +75,9 @@ def make_certificate(folder: Path) -> Certificate:
         ),
         *("-subj", "/CN=dataplane bench"),
     )
-    _openssl("req", *_KEY_OPTIONS, "-keyout", made.key, "-out", asked, *subject)
+    _openssl("req", *_KEY_OPTIONS, "-keyout", made.key, "-out", request, *subject)
     _openssl(
-        *("x509", "-req", "-in", asked, "-CA", authority, "-CAkey", authority_key),
+        *("x509", "-req", "-in", request, "-CA", authority, "-CAkey", authority_key),
         *(
             "-CAcreateserial",
             "-days",

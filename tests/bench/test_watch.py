@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 from dataplane_bench import bounds
 from dataplane_bench.bounds import MEASURES, best_rate
-from dataplane_bench.machine import CpuSample, confined, divided, load_between, look
+from dataplane_bench.machine import CpuSample, confined, cpu_sample, divided, load_between
 from dataplane_bench.model import ColumnType, DatasetPlace, StorageKind, Workload, WorkloadColumn
 from dataplane_bench.trial import watch
 from dataplane_bench.trial.launch import TrialFailed
@@ -279,9 +279,9 @@ def test_the_load_of_others_is_never_negative(own_s):
 
 
 def test_cpu_of_our_descendants_counts_as_ours_even_after_they_end():
-    before, before_of_nobody = look(), look(own=())
+    before, before_of_nobody = cpu_sample(), cpu_sample(own=())
     subprocess.run([sys.executable, "-c", SPIN], check=True)
-    after, after_of_nobody = look(), look(own=())
+    after, after_of_nobody = cpu_sample(), cpu_sample(own=())
     assert after.own_s - before.own_s >= 0.29  # ticks of 10 ms
     assert before_of_nobody.own_s == after_of_nobody.own_s == 0.0
     assert after.busy_s - before.busy_s >= 0.25

@@ -91,7 +91,7 @@ def demonstrate(stages: Stages, stack: contextlib.ExitStack) -> dict[str, Any]:
     _show(report, checks, losses, (min(before), resumed_from, max(before), max(after)))
     return {
         "holds": all(check.holds for check in checks),
-        "checks": {check.name: {"holds": check.holds, "found": check.found} for check in checks},
+        "checks": {check.name: {"holds": check.holds, "found": check.evidence} for check in checks},
         "samples": manifest.sample_count,
         "steps": max(after),
         "killed_after_step": max(before),
@@ -163,8 +163,8 @@ def _interruptible() -> Iterator[None]:
     """The first signal raises Interrupted; later ones are ignored, so that cleanup can finish."""
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
-        for one in _SIGNALS:
-            signal.signal(one, signal.SIG_IGN)
+        for ignored in _SIGNALS:
+            signal.signal(ignored, signal.SIG_IGN)
         raise Interrupted(number)
 
     for number in _SIGNALS:
@@ -196,35 +196,37 @@ def _arguments(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--resume-ranks", type=int, help="ranks after it (default: as many)")
     parser.add_argument("--json", action="store_true", help="print the results as JSON to stdout")
     parser.add_argument("--keep", action="store_true", help="keep the folder with all files")
-    asked = parser.parse_args(given)
-    asked.steps = asked.steps or (QUICK_STEPS if asked.quick else STEPS)
-    asked.resume_ranks = asked.resume_ranks or asked.ranks
-    if asked.steps < STEPS_MIN:
-        parser.error(f"--steps {asked.steps}: pass {STEPS_MIN} or more, for a kill in the middle")
-    if not all(1 <= ranks <= 8 for ranks in (asked.ranks, asked.resume_ranks)):
+    arguments = parser.parse_args(given)
+    arguments.steps = arguments.steps or (QUICK_STEPS if arguments.quick else STEPS)
+    arguments.resume_ranks = arguments.resume_ranks or arguments.ranks
+    if arguments.steps < STEPS_MIN:
+        parser.error(
+            f"--steps {arguments.steps}: pass {STEPS_MIN} or more, for a kill in the middle"
+        )
+    if not all(1 <= ranks <= 8 for ranks in (arguments.ranks, arguments.resume_ranks)):
         parser.error("--ranks and --resume-ranks: pass 1 to 8")
-    return asked
+    return arguments
 
 
 def main(given: Sequence[str]) -> int:
     """Run the demo; return its exit status."""
-    asked = _arguments(given)
-    report = DemoReport(to_stderr=asked.json)
+    arguments = _arguments(given)
+    report = DemoReport(to_stderr=arguments.json)
     began = time.monotonic()
     _stand_alone()
     try:
         with (
             _interruptible(),
-            _folder(report, keep=asked.keep) as folder,
+            _folder(report, keep=arguments.keep) as folder,
             contextlib.ExitStack() as stack,
         ):
             report.title(
                 "Dataplane: shards in S3 -> a daemon -> DDP ranks -> SIGKILL -> exact resume",
                 f"Everything runs on this machine, in {folder}",
             )
-            length = DemoLength(asked.steps, asked.ranks, asked.resume_ranks)
+            length = DemoLength(arguments.steps, arguments.ranks, arguments.resume_ranks)
             stages = Stages(length, folder, _environment(folder), report)
-            found = demonstrate(stages, stack)
+            results = demonstrate(stages, stack)
     except Interrupted as stopped:
         report.note("\nstopped; nothing is left behind")
         return 128 + stopped.number
@@ -232,11 +234,11 @@ def main(given: Sequence[str]) -> int:
         report.error(str(error))
         return EXIT_FAILED
     total_s = round(time.monotonic() - began, 1)
-    outcome = "The proof holds" if found["holds"] else "THE PROOF DOES NOT HOLD"
-    report.verdict(holds=found["holds"], text=f"{outcome}. {total_s:g} s.")
-    if asked.json:
-        print(json.dumps(found | {"seconds": stages.seconds, "total_s": total_s}, indent=2))
-    return 0 if found["holds"] else 1
+    outcome = "The proof holds" if results["holds"] else "THE PROOF DOES NOT HOLD"
+    report.verdict(holds=results["holds"], text=f"{outcome}. {total_s:g} s.")
+    if arguments.json:
+        print(json.dumps(results | {"seconds": stages.seconds, "total_s": total_s}, indent=2))
+    return 0 if results["holds"] else 1
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ class Proof:
     name: str
     claim: str
     holds: bool
-    found: str
+    evidence: str
 
 
 def planned_ids(manifest: Manifest, seed: int, epoch: int) -> Int64:
@@ -105,12 +105,12 @@ def made_again(before: Steps, after: Steps, resumed_from: int) -> Proof:
 
 def kept_apart(looks: int, offences: Sequence[str]) -> Proof:
     """Check what `Watch` saw of the trainers."""
-    found = f"looked {looks} times" if not offences else "; ".join(sorted(set(offences)))
+    evidence = f"looked {looks} times" if not offences else "; ".join(sorted(set(offences)))
     return Proof(
         "trainers_apart",
         "the trainers held no credentials and no connection to S3 or the coordinator",
         looks > 0 and not offences,
-        found,
+        evidence,
     )
 
 
@@ -120,21 +120,23 @@ def steps_of(ranks: Sequence[Sequence[Step]]) -> dict[int, tuple[tuple[int, ...]
     """
     by_rank = [{step.step: step for step in steps} for steps in ranks]
     shared = set.intersection(*(set(steps) for steps in by_rank)) if by_rank else set()
-    found = {}
+    shared_steps = {}
     for number in sorted(shared):
         rows = [steps[number].ids for steps in by_rank]
-        in_order = [one for column in zip_longest(*rows) for one in column if one is not None]
-        found[number] = (tuple(in_order), by_rank[0][number].loss)
-    return found
+        in_order = [
+            sample for column in zip_longest(*rows) for sample in column if sample is not None
+        ]
+        shared_steps[number] = (tuple(in_order), by_rank[0][number].loss)
+    return shared_steps
 
 
-def _compared(found: NDArray[np.int64], expected: NDArray[np.int64]) -> str:
+def _compared(actual: NDArray[np.int64], expected: NDArray[np.int64]) -> str:
     """Where two sequences first differ, as text."""
-    length = min(len(found), len(expected))
-    differs = (found[:length] != expected[:length]).reshape(length, -1).any(axis=1)
+    length = min(len(actual), len(expected))
+    differs = (actual[:length] != expected[:length]).reshape(length, -1).any(axis=1)
     if differs.any():
         first = int(differs.argmax())
-        return f"position {first:,} has {found[first]}, not {expected[first]}"
-    if len(found) != len(expected):
-        return f"{len(found):,} samples, not {len(expected):,}"
+        return f"position {first:,} has {actual[first]}, not {expected[first]}"
+    if len(actual) != len(expected):
+        return f"{len(actual):,} samples, not {len(expected):,}"
     return f"{length:,} positions agree"

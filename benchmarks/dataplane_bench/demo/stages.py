@@ -107,7 +107,7 @@ class DemoReport:
         table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
         for check in checks:
             mark = "[bold green]✓[/]" if check.holds else "[bold red]✗[/]"
-            table.add_row(mark, f"{escape(check.claim)}\n[dim]{escape(check.found)}[/]")
+            table.add_row(mark, f"{escape(check.claim)}\n[dim]{escape(check.evidence)}[/]")
         self._console.print(table)
 
     def figures(self, rows: Mapping[str, str]) -> None:
@@ -146,7 +146,7 @@ class Watch:
     offences: list[str] = field(default_factory=list)
     _next_s: float = 0.0
 
-    def look(self, pid: int) -> None:
+    def check(self, pid: int) -> None:
         """Look at the children of torchrun, unless we just did."""
         if time.monotonic() < self._next_s:
             return
@@ -198,7 +198,7 @@ class TorchrunLaunch:
                 return
             if time.monotonic() - heard > STALL_S:
                 raise ProcessEnded(f"no step for {STALL_S:g} s:\n{processes.tail(self.log)}")
-            watch.look(self.process.pid)
+            watch.check(self.process.pid)
             processes.pause(FOLLOW_POLL_S)
 
     def catch_up(self) -> list[Step]:
@@ -473,8 +473,8 @@ class Stages:
         """Send SIGTERM: the service ends by itself once the last trainer has left."""
         with self.stage("drain", "Stop"):
             status = processes.end(service.process, DRAIN_TIMEOUT_S)
-            told = "did not end, and was killed" if status is None else f"exit status {status}"
-            self.report.note(f"SIGTERM to the service: drained, {told}")
+            outcome = "did not end, and was killed" if status is None else f"exit status {status}"
+            self.report.note(f"SIGTERM to the service: drained, {outcome}")
         return status
 
     @contextlib.contextmanager
@@ -500,4 +500,6 @@ def _ready_lines(log: Path) -> list[str]:
 def _ready(log: Path, what: str) -> str:
     """The address that the service announced, "" so far."""
     mark = f"ready: {what} "
-    return next((one.removeprefix(mark) for one in _ready_lines(log) if one.startswith(mark)), "")
+    return next(
+        (line.removeprefix(mark) for line in _ready_lines(log) if line.startswith(mark)), ""
+    )

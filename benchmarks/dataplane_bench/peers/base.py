@@ -145,14 +145,14 @@ def adapter(name: str) -> Any:
     """
     module, _, kind = SYSTEMS.get(name, name).partition(":")
     if name in SYSTEMS:
-        found = importlib.import_module(f"dataplane_bench.peers.{module}")
+        imported = importlib.import_module(f"dataplane_bench.peers.{module}")
     elif kind:
-        found = _module_of_user(module)
+        imported = _module_of_user(module)
     else:
         raise ConfigError(f"there is no loader {name!r}", field="peers", found=name)
-    if not hasattr(found, kind):
+    if not hasattr(imported, kind):
         raise ConfigError(f"{module} has no class {kind!r}", field="peers", found=name)
-    return getattr(found, kind)()
+    return getattr(imported, kind)()
 
 
 def folder_of(name: str) -> Path | None:

@@ -59,12 +59,12 @@ class Dataplane:
         form = "Arrow IPC, record batches of 4 MiB"
         if self.layout(workload) == "shards":
             form = "the shards as they are"
-        told = f"{form}; shuffled over the whole epoch, in windows where it is very long"
+        text = f"{form}; shuffled over the whole epoch, in windows where it is very long"
         if workload.delivery in _MADE:
-            return f"{told}; {_MADE[workload.delivery]}"
+            return f"{text}; {_MADE[workload.delivery]}"
         if workload.of_kind(ColumnType.IMAGE):
-            return f"{told}; its workers decode what a crop needs, resize and flip it"
-        return told
+            return f"{text}; its workers decode what a crop needs, resize and flip it"
+        return text
 
     def settings(self, workload: Workload, case: BenchCase, cores: int) -> tuple[Settings, ...]:
         if workload.delivery is BatchKind.TOKENISED:
@@ -187,11 +187,11 @@ class _Service:
 def _address(log: Path) -> str:
     """Its message when it is ready; "" until then."""
     whole = log.read_text(errors="replace").rpartition("\n")[0].splitlines()
-    return next((one.removeprefix(_READY) for one in whole if one.startswith(_READY)), "")
+    return next((line.removeprefix(_READY) for line in whole if line.startswith(_READY)), "")
 
 
 def _making(workload: Workload) -> dict[str, Any]:
-    """What makes batches of documents or texts; nothing where samples are delivered as stored."""
+    """Arguments that make batches of documents or texts; none where samples come as stored."""
     match workload.delivery:
         case BatchKind.PACKED:
             from dataplane_torch import Pack
@@ -241,10 +241,10 @@ def _lanes_window(task: TrialTask) -> tuple[int | None, int | None]:
 def _variables(task: TrialTask) -> dict[str, str]:
     """The node's settings, with what the case allows it to keep of the samples."""
     limit = task.case.cache_bytes_max(task.place.stored_bytes)
-    found = {"DATAPLANE_BLOCK_ARENA_BYTES": str(limit)} if limit else {}
+    variables = {"DATAPLANE_BLOCK_ARENA_BYTES": str(limit)} if limit else {}
     if "workers" in task.settings:
-        found["DATAPLANE_WORKER_COUNT"] = str(task.settings["workers"])
-    return found
+        variables["DATAPLANE_WORKER_COUNT"] = str(task.settings["workers"])
+    return variables
 
 
 def _same_file(source: Path, target: Path) -> None:

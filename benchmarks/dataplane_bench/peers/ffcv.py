@@ -51,11 +51,11 @@ class Ffcv:
         if shutil.which("pkg-config") is None:
             missing.append("pkg-config")
         else:
-            found = {
+            is_installed = {
                 name: subprocess.run(["pkg-config", "--exists", name], check=False).returncode == 0
                 for name in _LIBRARIES
             }
-            missing += [name for name in _LIBRARIES if not found[name]]
+            missing += [name for name in _LIBRARIES if not is_installed[name]]
         if not missing:
             return ""
         return (
@@ -86,7 +86,7 @@ class Ffcv:
         if cores > 1:
             tried = (*tried, {**random, "num_workers": max(cores // (2 * case.process_count), 1)})
         del workload
-        return tuple(one for index, one in enumerate(tried) if one not in tried[:index])
+        return tuple(choice for index, choice in enumerate(tried) if choice not in tried[:index])
 
     def prepare(self, workload: Workload, folder: Path) -> None:
         from ffcv.writer import DatasetWriter
@@ -118,22 +118,22 @@ def _fields(workload: Workload) -> dict[str, Any]:
     """In the order in which _Samples yields them."""
     from ffcv.fields import BytesField, FloatField, IntField, NDArrayField
 
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     names, listed_names = _names(workload)
     for name, dense in zip(names, dense_files(workload), strict=True):
         if _is_single(dense):
-            found[name] = IntField() if dense.dtype == "int64" else FloatField()
+            fields[name] = IntField() if dense.dtype == "int64" else FloatField()
         else:
             # Integers as wide: the compiler of its decoders does not know every dtype.
             width = np.dtype(dense.dtype).itemsize
-            found[name] = NDArrayField(np.dtype(f"int{8 * width}"), dense.shape)
+            fields[name] = NDArrayField(np.dtype(f"int{8 * width}"), dense.shape)
     for name, column in zip(listed_names, listed(workload), strict=True):
         if column.kind is ColumnType.IMAGE:
-            found[name] = _jpeg_field()
+            fields[name] = _jpeg_field()
         else:
-            found[f"{name}.size"] = IntField()
-            found[name] = BytesField()
-    return found
+            fields[f"{name}.size"] = IntField()
+            fields[name] = BytesField()
+    return fields
 
 
 def _jpeg_field() -> Any:
@@ -235,23 +235,23 @@ class _Opened:
             self._group.destroy_process_group()
             self._group = None
 
-    def _batch(self, found: dict[str, Any]) -> dict[str, Any]:
+    def _batch(self, tensors: dict[str, Any]) -> dict[str, Any]:
         import torch
 
         batch: dict[str, Any] = {}
         names, listed_names = _names(self._workload)
         for name, dense in zip(names, dense_files(self._workload), strict=True):
-            values = found[name]
+            values = tensors[name]
             if not _is_single(dense):
                 values = values.view(getattr(torch, dense.dtype))
             parts = values.unbind(1) if dense.is_matrix else (values,)
             batch |= zip(dense.names, parts, strict=True)
         for name, column in zip(listed_names, listed(self._workload), strict=True):
-            values = found[name]
+            values = tensors[name]
             if column.kind is ColumnType.IMAGE:
                 batch[column.name] = values
                 continue
-            sizes, rows = found[f"{name}.size"][:, 0].numpy(), values.numpy()
+            sizes, rows = tensors[f"{name}.size"][:, 0].numpy(), values.numpy()
             if column.kind is ColumnType.STRING:
                 pairs = zip(rows, sizes, strict=True)
                 batch[column.name] = [row[:size].tobytes().decode() for row, size in pairs]

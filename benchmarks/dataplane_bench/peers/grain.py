@@ -120,7 +120,7 @@ class _Opened:
         torch.set_num_threads(1)
         count, size = task.workload.sample_count, task.workload.batch_size
         self._length = -(-len(range(task.rank, count, task.size)) // size)
-        self._matrices = [one for one in memmaps.dense_files(task.workload) if one.is_matrix]
+        self._matrices = [dense for dense in memmaps.dense_files(task.workload) if dense.is_matrix]
         if task.workload.of_kind(ColumnType.IMAGE):
             files = sorted(str(path) for path in task.place.folder.glob("*.array_record"))
             records = _Records(task.workload)

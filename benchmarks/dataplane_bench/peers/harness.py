@@ -184,5 +184,5 @@ def _put(batch: dict[str, Any], column: WorkloadColumn, values: pa.Array) -> Non
             from dataplane_bench.peers.samples import random_resized_crop_flip
 
             random = np.random.default_rng(0)
-            crops = [random_resized_crop_flip(one.as_py(), random) for one in values]
+            crops = [random_resized_crop_flip(image.as_py(), random) for image in values]
             batch[column.name] = torch.from_numpy(np.stack(crops))

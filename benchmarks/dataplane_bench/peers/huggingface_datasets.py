@@ -68,7 +68,7 @@ def _stored(task: TrialTask, folder: str) -> Any:
 
 
 def _collate(task: TrialTask) -> Any:
-    """What makes a batch of rows of `stored`; with its method `nested`, of `streamed`."""
+    """Makes a batch of rows of `_stored`; its method `nested`, of rows of `_streamed`."""
     workload = task.workload
     match workload.delivery:
         case BatchKind.PACKED:
@@ -284,7 +284,10 @@ def _iterable(task: TrialTask, workers: int) -> Any:
     workload, folder = task.workload, task.place.folder
     if workload.parts:
         rows = datasets.interleave_datasets(
-            [_shuffled(_stream(task, folder / one.name, workers), task) for one in workload.parts],
+            [
+                _shuffled(_stream(task, folder / part.name, workers), task)
+                for part in workload.parts
+            ],
             probabilities=[part.weight for part in workload.parts],
             seed=task.seed,
         )

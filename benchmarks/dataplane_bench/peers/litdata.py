@@ -193,12 +193,12 @@ def _limit(workload: Workload) -> dict[str, int]:
 
 def _samples(workload: Workload, shard: int) -> Iterator[Any]:
     """Converts one shard of the source."""
-    found = rows(workload, workload.shards[shard : shard + 1])
+    samples = rows(workload, workload.shards[shard : shard + 1])
     if not _is_records(workload):
-        yield from map(_leaves, found)
+        yield from map(_leaves, samples)
         return
     record = np.zeros(1, record_type(workload.columns))
-    for row in found:
+    for row in samples:
         for name, value in row.items():
             record[name] = value
         yield record.view(np.uint8).copy()

@@ -71,7 +71,7 @@ def listed(workload: Workload) -> tuple[WorkloadColumn, ...]:
 
 
 def values_dtype(column: WorkloadColumn) -> np.dtype[Any]:
-    """Of the file `<name>.values`."""
+    """The dtype of the file `<name>.values`."""
     return np.dtype(column.dtype if column.kind is ColumnType.RAGGED else "uint8")
 
 
@@ -156,16 +156,16 @@ class MappedRows:
 
     def sample(self, index: int) -> dict[str, Any]:
         """One sample alone, for loaders that ask for each."""
-        found = {name: rows[index] for name, rows in self.dense.items()}
+        parts = {name: rows[index] for name, rows in self.dense.items()}
         for column in listed(self.workload):
             values, offsets = self.lists[column.name]
             row = values[offsets[index] : offsets[index + 1]]
-            found[column.name] = made(column, row, self.random)
-        return found
+            parts[column.name] = made(column, row, self.random)
+        return parts
 
 
 def made(column: WorkloadColumn, row: NDArray[Any], random: np.random.Generator) -> Any:
-    """What a trainer sees of one row of a listed column."""
+    """One row of a listed column, as a trainer sees it."""
     match column.kind:
         case ColumnType.IMAGE:
             return random_resized_crop_flip(row, random)

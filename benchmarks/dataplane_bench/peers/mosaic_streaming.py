@@ -104,7 +104,7 @@ class _Opened:
                     for part in workload.parts
                 ],
                 # As long as the first source lasts.
-                "epoch_size": int(min(one.sample_count / one.weight for one in workload.parts)),
+                "epoch_size": int(min(part.sample_count / part.weight for part in workload.parts)),
             }
         with _ranks_together(task):
             dataset = streaming.StreamingDataset(

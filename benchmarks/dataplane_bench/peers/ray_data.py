@@ -81,7 +81,7 @@ class RayData:
     def prepare(self, workload: Workload, folder: Path) -> None:
         shards = workload.shards
         for shard in shards:
-            table = pq.read_table(shard, columns=[one.name for one in workload.columns])
+            table = pq.read_table(shard, columns=[column.name for column in workload.columns])
             count = max(math.ceil(FILE_COUNT / len(shards)), math.ceil(table.nbytes / FILE_BYTES))
             rows = math.ceil(table.num_rows / count)
             for index, start in enumerate(range(0, table.num_rows, rows)):
@@ -180,7 +180,7 @@ class _Opened:
         import ray
 
         place = self._task.place
-        names = [f"{place.url}/{one.name}" for one in sorted(place.folder.glob("*.parquet"))]
+        names = [f"{place.url}/{file.name}" for file in sorted(place.folder.glob("*.parquet"))]
         system = None
         if place.endpoint:
             from pyarrow import fs
@@ -254,8 +254,8 @@ def _cropped(values: pa.Array | pa.ChunkedArray) -> NDArray[np.uint8]:
     """Shapes:  result: uint8[n, CROP, CROP, 3]."""
     random = np.random.default_rng()
     crops = np.empty((len(values), CROP, CROP, 3), np.uint8)
-    for index, one in enumerate(values):
-        encoded = np.frombuffer(one.as_buffer(), np.uint8)
+    for index, image in enumerate(values):
+        encoded = np.frombuffer(image.as_buffer(), np.uint8)
         crops[index] = random_resized_crop_flip(encoded, random)
     return crops
 

@@ -105,7 +105,7 @@ class RowCollate:
                 case ColumnType.RAGGED:
                     batch[name], batch[f"{name}.length"] = padded(_row_arrays(column, values))
                 case ColumnType.STRING:
-                    batch[name] = [_text(one) for one in values]
+                    batch[name] = [_text(text) for text in values]
                 case ColumnType.IMAGE:
                     batch[name] = self._crops(values)
         return batch
@@ -116,7 +116,7 @@ class RowCollate:
 
             # torch gives every DataLoader worker a seed of its own.
             self._random = np.random.default_rng(torch.initial_seed())
-        return _stacked([random_resized_crop_flip(one, self._random) for one in encoded])
+        return _stacked([random_resized_crop_flip(image, self._random) for image in encoded])
 
 
 def _text(value: Any) -> str:
@@ -126,9 +126,9 @@ def _text(value: Any) -> str:
 def _row_arrays(column: WorkloadColumn, values: Sequence[Any]) -> Sequence[NDArray[Any]]:
     if isinstance(values[0], np.ndarray):
         return values
-    arrays = [np.frombuffer(one, column.dtype) for one in values]
+    arrays = [np.frombuffer(row, column.dtype) for row in values]
     if len(column.shape) > 1:
-        return [one.reshape(column.shape) for one in arrays]
+        return [row.reshape(column.shape) for row in arrays]
     return arrays
 
 
@@ -197,7 +197,7 @@ class TableBatches:
             case ColumnType.IMAGE:
                 if self._random is None:
                     self._random = np.random.default_rng((self._seed, _worker_index()))
-                crops = [random_resized_crop_flip(one, self._random) for one in encoded(values)]
+                crops = [random_resized_crop_flip(image, self._random) for image in encoded(values)]
                 batch[name] = torch.from_numpy(np.stack(crops))
 
 
@@ -227,4 +227,4 @@ def lists(column: WorkloadColumn, values: pa.Array) -> list[NDArray[Any]]:
 
 def encoded(values: pa.Array) -> list[NDArray[np.uint8]]:
     """The byte strings of an array, views."""
-    return [np.frombuffer(one.as_buffer(), np.uint8) for one in values]
+    return [np.frombuffer(value.as_buffer(), np.uint8) for value in values]

@@ -144,11 +144,11 @@ def unpacked(batch: dict[str, Any], length: int, batch_size: int) -> Iterator[di
     values, counts = batch["tokens"].numpy(), batch["tokens.length"].numpy()
     width = values.shape[1]
     flat = values.reshape(-1)
-    found: list[Ids] = []
+    packs: list[Ids] = []
     for index, count in enumerate(counts.tolist()):
         starts, ends = pieces(np.array([0, count]) + index * width, length)
         bounds = zip(starts.tolist(), ends.tolist(), strict=True)
-        found += [flat[start:end] for start, end in bounds]
-    for at in range(0, len(found), batch_size):
-        some = found[at : at + batch_size]
-        yield pack_batch(some, [np.array([len(one)]) for one in some], length)
+        packs += [flat[start:end] for start, end in bounds]
+    for at in range(0, len(packs), batch_size):
+        some = packs[at : at + batch_size]
+        yield pack_batch(some, [np.array([len(pack)]) for pack in some], length)

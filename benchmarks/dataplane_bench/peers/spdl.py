@@ -185,11 +185,11 @@ class _Gather:
 
     def __init__(self, task: TrialTask) -> None:
         self._size = task.workload.batch_size
-        self._matrices = [one for one in memmaps.dense_files(task.workload) if one.is_matrix]
+        self._matrices = [dense for dense in memmaps.dense_files(task.workload) if dense.is_matrix]
         self._is_own = task.settings.get("decoder") == "spdl.io"
 
-    def __call__(self, asked: _Asked) -> list[Batch]:
-        rows, ids = asked
+    def __call__(self, request: _Asked) -> list[Batch]:
+        rows, ids = request
         batches: list[Batch] = []
         for start in range(0, len(ids), self._size):
             part = ids[start : start + self._size]
@@ -222,8 +222,8 @@ def _crops(encoded: Sequence[bytes], random: np.random.Generator) -> Any:
     import spdl.io
 
     frames = []
-    for one in encoded:
-        height, width, _, _ = simplejpeg.decode_jpeg_header(one)
+    for image in encoded:
+        height, width, _, _ = simplejpeg.decode_jpeg_header(image)
         top, left, high, wide = crop_box(height, width, random)
         steps = [
             f"crop={wide}:{high}:{left}:{top}:exact=1",
@@ -231,6 +231,6 @@ def _crops(encoded: Sequence[bytes], random: np.random.Generator) -> Any:
             *(["hflip"] if random.random() < 0.5 else []),
             "format=pix_fmts=rgb24",
         ]
-        packets = spdl.io.demux_image(one)
+        packets = spdl.io.demux_image(image)
         frames.append(spdl.io.decode_packets(packets, filter_desc=",".join(steps)))
     return spdl.io.to_torch(spdl.io.convert_frames(frames))

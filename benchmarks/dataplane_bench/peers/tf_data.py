@@ -60,7 +60,7 @@ class TfData:
     def settings(self, workload: Workload, case: BenchCase, cores: int) -> tuple[Settings, ...]:
         share = max(cores // case.process_count, 1)
         fixed = (share, 2 * share) if workload.of_kind(ColumnType.IMAGE) else (1, max(share, 2))
-        choices: list[Settings] = [{"parallel": one} for one in ("AUTOTUNE", *fixed)]
+        choices: list[Settings] = [{"parallel": parallel} for parallel in ("AUTOTUNE", *fixed)]
         # The mapped form of lists of different lengths cannot be sent to the service.
         if case.served and case.jobs > 1 and workload.shape != "text":
             choices.append({"parallel": "AUTOTUNE", "service": True})

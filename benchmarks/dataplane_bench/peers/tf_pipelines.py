@@ -33,7 +33,7 @@ class TfPipeline:
     def __init__(self, task: TrialTask) -> None:
         workload = task.workload
         self._folder = task.cache
-        self._matrices = [one for one in memmaps.dense_files(workload) if one.is_matrix]
+        self._matrices = [dense for dense in memmaps.dense_files(workload) if dense.is_matrix]
         self._texts = [column.name for column in workload.of_kind(ColumnType.STRING)]
         parallel = task.settings["parallel"]
         calls = tf.data.AUTOTUNE if parallel == "AUTOTUNE" else parallel
@@ -85,7 +85,7 @@ class TfPipeline:
 
     def _batch(self, tensors: Mapping[str, Any]) -> Batch:
         batch: dict[str, Any] = {
-            name: [one.decode() for one in value.numpy()]
+            name: [text.decode() for text in value.numpy()]
             if value.dtype == tf.string
             else from_dlpack(value)
             for name, value in tensors.items()
@@ -140,13 +140,13 @@ def _gathered(task: TrialTask, calls: int) -> Any:
         places = tf.range(first, tf.minimum(first + size, mine)) * task.size + task.rank
         seed = tf.stack([tf.constant(task.seed, tf.int64), number // length])
         ids = tf.random.experimental.index_shuffle(places, seed, workload.sample_count - 1)
-        found = {name: tf.gather(table, ids) for name, table in tables.items()}
+        tensors = {name: tf.gather(table, ids) for name, table in tables.items()}
         for column in memmaps.listed(workload):
             values, offsets = lists[column.name]
             ragged = tf.RaggedTensor.from_row_splits(values, offsets, validate=False)
             part = tf.gather(ragged, ids)
-            found |= _padded(column, part)
-        return found
+            tensors |= _padded(column, part)
+        return tensors
 
     numbers = tf.data.Dataset.range(_ENDLESS)
     return numbers.map(batch, num_parallel_calls=calls)
@@ -170,15 +170,17 @@ def _streamed(task: TrialTask, calls: int) -> Any:
 
     def batch(records: Mapping[str, Any]) -> dict[str, Any]:
         return {
-            one.file: tf.reshape(tf.io.decode_raw(records[one.file], one.dtype), [-1, *one.shape])
-            for one in dense
+            file.file: tf.reshape(
+                tf.io.decode_raw(records[file.file], file.dtype), [-1, *file.shape]
+            )
+            for file in dense
         }
 
     files = {
-        one.file: tf.data.FixedLengthRecordDataset(
-            str(task.place.folder / one.file), one.row_bytes, buffer_size=_READ_BYTES
+        file.file: tf.data.FixedLengthRecordDataset(
+            str(task.place.folder / file.file), file.row_bytes, buffer_size=_READ_BYTES
         )
-        for one in dense
+        for file in dense
     }
     mixed = tf.data.Dataset.zip(files).shuffle(SHUFFLE_BUFFER)
     return mixed.batch(task.workload.batch_size).map(batch, num_parallel_calls=calls).repeat()
@@ -222,10 +224,10 @@ def _parser(workload: Workload) -> Callable[[Any], dict[str, Any]]:
     features = {column.name: tf.io.FixedLenFeature([], tf.string) for column in workload.columns}
 
     def parse(record: Any, seed: Any) -> dict[str, Any]:
-        found = tf.io.parse_single_example(record, features)
+        encoded = tf.io.parse_single_example(record, features)
         sample = {}
         for column in workload.columns:
-            value = found[column.name]
+            value = encoded[column.name]
             match column.kind:
                 case ColumnType.IMAGE:
                     sample[column.name] = _crop(value, tf.stack([seed, 0]))

@@ -63,7 +63,7 @@ class BlockTokenising:
 
 
 def variables(workload: Workload) -> dict[str, str]:
-    """What BlockTokenising needs to find in its environment."""
+    """The environment that BlockTokenising needs."""
     path = str(workload.tokenizer)
     return {_PATH: path, _LENGTH: str(workload.length), THREADS: "false"}
 

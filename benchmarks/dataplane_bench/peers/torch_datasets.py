@@ -168,7 +168,7 @@ class TorchPeer:
         if self._workers:
             choice["persistent_workers"] = True
         torch.set_num_threads(choice.pop("threads", 1))
-        self._matrices = [one for one in memmaps.dense_files(task.workload) if one.is_matrix]
+        self._matrices = [dense for dense in memmaps.dense_files(task.workload) if dense.is_matrix]
         self._iterator: Any = None
         self._order: Any
         if task.case.store is StorageKind.S3:

@@ -142,9 +142,10 @@ class Files:
         self._read = CLIENTS[task.settings.get("client", "obstore")](task.place)
         width = np.dtype(np.int64).itemsize * (task.workload.sample_count + 1)
         names = [column.name for column in memmaps.listed(task.workload)]
-        found = self._read([(f"{name}.offsets", 0, width) for name in names]) if names else []
+        contents = self._read([(f"{name}.offsets", 0, width) for name in names]) if names else []
         self._offsets: dict[str, NDArray[np.int64]] = {
-            name: np.frombuffer(one, np.int64) for name, one in zip(names, found, strict=True)
+            name: np.frombuffer(content, np.int64)
+            for name, content in zip(names, contents, strict=True)
         }
 
     def blocks(self, task: TrialTask, epoch: int, workers: int) -> list[Block]:
@@ -158,7 +159,7 @@ class Files:
         batches = min(batches, max(count // size // (task.size * workers * _DEALT_MIN), 1))
         step = batches * size
         random = np.random.default_rng((task.seed, epoch))
-        starts = [int(one) * step for one in random.permutation(count // step)]
+        starts = [int(number) * step for number in random.permutation(count // step)]
         blocks = [(start, start + step) for start in starts]
         if count % step:
             blocks.append((count - count % step, count))
@@ -169,19 +170,21 @@ class Files:
         dense = memmaps.dense_files(self._workload)
         lists = memmaps.listed(self._workload)
         wanted: list[Range] = []
-        for one in dense:
-            wanted += [(one.file, a * one.row_bytes, b * one.row_bytes) for a, b in window]
+        for table in dense:
+            wanted += [(table.file, a * table.row_bytes, b * table.row_bytes) for a, b in window]
         for column in lists:
             offsets, width = self._offsets[column.name], memmaps.values_dtype(column).itemsize
             bounds = [(int(offsets[a]) * width, int(offsets[b]) * width) for a, b in window]
             wanted += [(f"{column.name}.values", a, b) for a, b in bounds]
-        found = self._read(wanted)
-        parts = iter([found[at : at + len(window)] for at in range(0, len(found), len(window))])
+        contents = self._read(wanted)
+        parts = iter(
+            [contents[at : at + len(window)] for at in range(0, len(contents), len(window))]
+        )
         tensors = {
-            one.file: torch.from_numpy(
-                _joined(next(parts), np.dtype(one.dtype)).reshape(-1, *one.shape)
+            table.file: torch.from_numpy(
+                _joined(next(parts), np.dtype(table.dtype)).reshape(-1, *table.shape)
             )
-            for one in dense
+            for table in dense
         }
         arrays = {}
         for column in lists:
@@ -207,10 +210,10 @@ def _s3fs(place: DatasetPlace) -> Read:
     def read(ranges: Sequence[Range]) -> list[Any]:
         paths = [f"{place.url}/{name}" for name, _, _ in ranges]
         starts, ends = [start for _, start, _ in ranges], [end for _, _, end in ranges]
-        found: list[Any] = store.cat_ranges(
+        contents: list[Any] = store.cat_ranges(
             paths, starts, ends, batch_size=_AT_ONCE, on_error="raise"
         )
-        return found
+        return contents
 
     return read
 
@@ -228,11 +231,11 @@ def _obstore(place: DatasetPlace) -> Read:
     threads = ThreadPoolExecutor(_AT_ONCE)
 
     def read(ranges: Sequence[Range]) -> list[Any]:
-        def one(wanted: Range) -> Any:
+        def get(wanted: Range) -> Any:
             name, start, end = wanted
             return obstore.get_range(store, name, start=start, end=end)
 
-        return list(threads.map(one, ranges))
+        return list(threads.map(get, ranges))
 
     return read
 

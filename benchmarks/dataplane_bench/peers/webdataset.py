@@ -139,12 +139,14 @@ class _Files:
     def __init__(self, workload: Workload) -> None:
         self._fixed = workload.of_kind(ColumnType.FIXED)
         self._ragged = workload.of_kind(ColumnType.RAGGED)
-        lengths = [WorkloadColumn(_length(one), ColumnType.FIXED, "int64") for one in self._ragged]
+        lengths = [
+            WorkloadColumn(_length(column), ColumnType.FIXED, "int64") for column in self._ragged
+        ]
         self._record = record_type((*self._fixed, *lengths))
         # Numbered, since tar suffixes know neither upper case nor every character.
         texts, images = workload.of_kind(ColumnType.STRING), workload.of_kind(ColumnType.IMAGE)
-        self._texts = {one.name: f"{index}.txt" for index, one in enumerate(texts)}
-        self._images = {one.name: f"{index}.jpg" for index, one in enumerate(images)}
+        self._texts = {column.name: f"{index}.txt" for index, column in enumerate(texts)}
+        self._images = {column.name: f"{index}.jpg" for index, column in enumerate(images)}
 
     def pack(self, row: Row) -> dict[str, bytes]:
         """The files by suffix."""

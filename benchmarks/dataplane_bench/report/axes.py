@@ -178,7 +178,9 @@ def _folded(title: str) -> str:
 
 
 def escaped(text: str) -> str:
-    return html.escape("".join(one if one.isprintable() else " " for one in text), quote=False)
+    return html.escape(
+        "".join(character if character.isprintable() else " " for character in text), quote=False
+    )
 
 
 def shortened(value: float) -> float:
@@ -207,10 +209,10 @@ def marks(names: Iterable[str]) -> Marks:
     """A mark for each system. A known system has the same mark in every report; unknown ones come
     after."""
     strangers = sorted(set(names) - {OURS, HARNESS, *PEERS})
-    found = {name: _mark(place) for place, name in enumerate((*PEERS, *strangers))}
-    found[OURS] = Mark("--ours", width=3.2)
-    found[HARNESS] = Mark("--muted", "dot", ".", "x")
-    return found
+    by_name = {name: _mark(place) for place, name in enumerate((*PEERS, *strangers))}
+    by_name[OURS] = Mark("--ours", width=3.2)
+    by_name[HARNESS] = Mark("--muted", "dot", ".", "x")
+    return by_name
 
 
 def _mark(place: int) -> Mark:

@@ -81,8 +81,8 @@ def span(spread: Spread | None, word: Callable[[float | None], str]) -> str:
 
 def settings_told(settings: Settings) -> str:
     """{"num_workers": 2} -> "num_workers 2"."""
-    told = ", ".join(f"{name} {value}" for name, value in settings.items())
-    return told or "its defaults"
+    text = ", ".join(f"{name} {value}" for name, value in settings.items())
+    return text or "its defaults"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +95,8 @@ class Heading:
     cell: Callable[[SystemFigures], str]
 
 
-def _ratio(one: SystemFigures) -> str:
-    return times(median(one.ratio)) if one.is_peer else ""
+def _ratio(system: SystemFigures) -> str:
+    return times(median(system.ratio)) if system.is_peer else ""
 
 
 _RATIO = Heading(
@@ -109,71 +109,71 @@ _OFF = Heading(
     "±",
     "±",
     "largest distance of a round from the median",
-    lambda one: off(one.main),
+    lambda system: off(system.main),
 )
 RATES = (
     Heading(
         "samples /s",
         "samples/s",
         "median of the rounds, all ranks and jobs together",
-        lambda one: rate(median(one.samples_per_s)),
+        lambda system: rate(median(system.samples_per_s)),
     ),
     _OFF,
     Heading(
         "GB/s",
         "GB/s",
         "the same in bytes that the trainer receives, after decoding",
-        lambda one: number(one.gb_per_s, 2),
+        lambda system: number(system.gb_per_s, 2),
     ),
     Heading(
         "x of bound",
         "x of the bound",
         "samples/s divided by what the hardware allows, measured in the same rounds",
-        lambda one: number(one.of_bound, 2),
+        lambda system: number(system.of_bound, 2),
     ),
     Heading(
         "CPU s /M",
         "CPU-s per M samples",
         "CPU seconds per million samples, of all its processes, including daemons and workers",
-        lambda one: number(one.cpu_s_per_million),
+        lambda system: number(system.cpu_s_per_million),
     ),
     Heading(
         "server CPU s /M",
         "S3 server's CPU-s per M samples",
         "CPU seconds of the S3 server and the delay before it, per million samples; they count to "
         "no loader",
-        lambda one: number(one.server_cpu_s_per_million),
+        lambda system: number(system.server_cpu_s_per_million),
     ),
     Heading(
         "peak GiB",
         "peak memory, GiB",
         "PSS summed over all its processes: what they share counts once",
-        lambda one: gibibytes(one.memory_peak),
+        lambda system: gibibytes(system.memory_peak),
     ),
     Heading(
         "first s",
         "first batch, s",
         "from opening the loader to its first batch",
-        lambda one: number(median(one.first_batch_s), 2),
+        lambda system: number(median(system.first_batch_s), 2),
     ),
     Heading(
         "ran s",
         "ran for, s",
         "how long it read, its start included",
-        lambda one: number(one.seconds, 2),
+        lambda system: number(system.seconds, 2),
     ),
     Heading(
         "stall",
         "stall share",
         "share of its time that a trainer waits, if its step takes as long as given in the line "
         "above",
-        lambda one: share(one.stall_share),
+        lambda system: share(system.stall_share),
     ),
     Heading(
         "p99 ms",
         "p99 wait, ms",
         "wait for a batch that one batch in a hundred exceeds",
-        lambda one: number(one.wait_p99_ms, 2),
+        lambda system: number(system.wait_p99_ms, 2),
     ),
     _RATIO,
 )
@@ -181,7 +181,7 @@ TRAINER = Heading(
     "loop CPU",
     "trainer's own thread",
     "share of a core that the trainer's loading thread used, of all ranks and jobs together",
-    lambda one: share(one.trainer_cpu_share),
+    lambda system: share(system.trainer_cpu_share),
 )
 """Shown only if there is room for it."""
 STARTS = (
@@ -189,26 +189,26 @@ STARTS = (
         "first s",
         "first batch, s",
         "from opening the loader to its first batch, median of the rounds",
-        lambda one: number(median(one.first_batch_s), 2),
+        lambda system: number(median(system.first_batch_s), 2),
     ),
     _OFF,
     Heading(
         "by",
         "by",
         "how it resumed: from its state, or by a replay of all batches before",
-        lambda one: one.by or NOTHING,
+        lambda system: system.by or NOTHING,
     ),
     Heading(
         "CPU s",
         "CPU s",
         "CPU seconds of all its processes until the first batch",
-        lambda one: number(one.cpu_s),
+        lambda system: number(system.cpu_s),
     ),
     Heading(
         "peak GiB",
         "peak memory, GiB",
         "PSS summed over all its processes: what they share counts once",
-        lambda one: gibibytes(one.memory_peak),
+        lambda system: gibibytes(system.memory_peak),
     ),
     _RATIO,
 )
@@ -221,9 +221,10 @@ def headings(case: CaseFigures, *, are_wide: bool = False) -> tuple[Heading, ...
         columns = (*columns[:-1], TRAINER, columns[-1])
     always = (columns[0], _RATIO)
     return tuple(
-        one
-        for one in columns
-        if one in always or any(one.cell(each) not in (NOTHING, "") for each in case.measured)
+        heading
+        for heading in columns
+        if heading in always
+        or any(heading.cell(system) not in (NOTHING, "") for system in case.measured)
     )
 
 
@@ -232,18 +233,18 @@ def title(case: CaseFigures) -> str:
     return f"{case.scenario} · {case.case.label}"
 
 
-def label(one: SystemFigures) -> str:
+def label(system: SystemFigures) -> str:
     """A system's name in a table; "!" marks systems whose samples differ from the source's."""
-    return one.result.title if is_comparable(one.result) else f"{one.result.title} !"
+    return system.result.title if is_comparable(system.result) else f"{system.result.title} !"
 
 
-def figure(case: CaseFigures, one: SystemFigures | None) -> str:
+def figure(case: CaseFigures, system: SystemFigures | None) -> str:
     """A system's first figure in a case, with its unit: "412k/s", "0.31 s"."""
-    if one is None:
+    if system is None:
         return NOTHING
     if case.is_start:
-        return f"{number(median(one.first_batch_s))} s"
-    return f"{rate(median(one.samples_per_s))}/s"
+        return f"{number(median(system.first_batch_s))} s"
+    return f"{rate(median(system.samples_per_s))}/s"
 
 
 SUMMARY = ("case", "Dataplane", "best peer", "its", "Dataplane is", "range", "x of bound")

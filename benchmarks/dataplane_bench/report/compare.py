@@ -71,12 +71,12 @@ class CaseChange:
     @property
     def marks(self) -> tuple[str, ...]:
         """The marks shown to the reader."""
-        found = []
+        marks = []
         if self.speed.is_beyond:
-            found.append("faster" if (self.speed.change or 0) > 1 else "slower")
+            marks.append("faster" if (self.speed.change or 0) > 1 else "slower")
         if self.ratio.is_beyond:
-            found.append("ratio up" if (self.ratio.change or 0) > 1 else "ratio down")
-        return (*found, *self.notes)
+            marks.append("ratio up" if (self.ratio.change or 0) > 1 else "ratio down")
+        return (*marks, *self.notes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +95,11 @@ class Comparison:
     def ratios(self) -> tuple[tuple[float, CaseChange], ...]:
         """The relative change of each ratio, the largest first."""
         moved = [
-            (abs(change - 1), one)
-            for one in self.changes
-            if (change := one.ratio.change) is not None
+            (abs(change - 1), entry)
+            for entry in self.changes
+            if (change := entry.ratio.change) is not None
         ]
-        return tuple(sorted(moved, key=lambda one: -one[0]))
+        return tuple(sorted(moved, key=lambda entry: -entry[0]))
 
 
 def compare(old: BenchReport, new: BenchReport) -> Comparison:
@@ -130,13 +130,13 @@ def _key(case: CaseFigures) -> tuple[str, str]:
 
 def _other_case(old: CaseFigures, new: CaseFigures) -> str:
     """Why two cases of one name cannot be compared; "" if they can."""
-    told = [
+    differences = [
         f"{name} {getattr(new.case, name)}, was {getattr(old.case, name)}"
         for name in (field.name for field in dataclasses.fields(new.case))
         if getattr(new.case, name) != getattr(old.case, name)
     ]
-    if told:
-        return f"a different case: {'; '.join(told)}"
+    if differences:
+        return f"a different case: {'; '.join(differences)}"
     if _samples(old.workload) != _samples(new.workload):
         return "different samples, or different batches"
     return ""
@@ -149,9 +149,9 @@ def _samples(workload: Workload | None) -> tuple[object, ...]:
 
 
 def _changes(old: CaseFigures, new: CaseFigures) -> Iterator[CaseChange]:
-    before = {one.result.name: one for one in old.systems}
-    for one in new.systems:
-        yield from _change(new, before.pop(one.result.name, None), one)
+    before = {system.result.name: system for system in old.systems}
+    for system in new.systems:
+        yield from _change(new, before.pop(system.result.name, None), system)
     for gone in before.values():
         yield from _change(new, gone, None)
 
@@ -161,24 +161,24 @@ def _change(
 ) -> Iterator[CaseChange]:
     """The change of one system; None if neither report has a figure for it."""
     either = new or old
-    speed = _pair(old, new, lambda one: one.speed)
+    speed = _pair(old, new, lambda figures: figures.speed)
     if either is None or (speed.old is None and speed.new is None):
         return
-    told = []
+    remarks = []
     if old is None or new is None:
-        told.append("only new" if old is None else "only old")
+        remarks.append("only new" if old is None else "only old")
     elif old.standing is not new.standing:
-        told.append(f"{new.standing}, was {old.standing}")
+        remarks.append(f"{new.standing}, was {old.standing}")
     elif old.result.settings != new.result.settings:
-        told.append("other settings")
+        remarks.append("other settings")
     yield CaseChange(
         cells.title(case),
         either.result.title,
         case.is_start,
-        _pair(old, new, lambda one: one.main),
+        _pair(old, new, lambda figures: figures.main),
         speed,
-        _pair(old, new, lambda one: one.ratio),
-        tuple(told),
+        _pair(old, new, lambda figures: figures.ratio),
+        tuple(remarks),
     )
 
 
@@ -191,16 +191,18 @@ def _pair(
 
 
 def _cautions(old: BenchReport, new: BenchReport) -> Iterator[str]:
-    yield from (f"machine, {told}" for told in _differences(old.machine, new.machine))
+    yield from (f"machine, {difference}" for difference in _differences(old.machine, new.machine))
     for system in sorted({*old.versions, *new.versions}):
         then, now = old.versions.get(system), new.versions.get(system)
         if then is not None and now is not None:
-            yield from (f"versions of {system}, {told}" for told in _differences(then, now))
+            yield from (
+                f"versions of {system}, {difference}" for difference in _differences(then, now)
+            )
     then, now = (
-        {name: value for name, value in one.options.items() if name not in _CHOICES}
-        for one in (old, new)
+        {name: value for name, value in report.options.items() if name not in _CHOICES}
+        for report in (old, new)
     )
-    yield from (f"option {told}" for told in _differences(then, now))
+    yield from (f"option {difference}" for difference in _differences(then, now))
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
@@ -216,18 +218,18 @@ def show(old: BenchReport, new: BenchReport, console: Console | None = None) -> 
     console.print(render(compare(old, new)))
 
 
-def render(found: Comparison) -> RenderableType:
+def render(comparison: Comparison) -> RenderableType:
     """Cautions first, then a table per case, then a summary."""
     parts: list[RenderableType] = [
         Text(),
-        said(f"compared with the report of {found.old}", "bold"),
-        *(said(f"! {told}", "yellow") for told in found.cautions),
+        said(f"compared with the report of {comparison.old}", "bold"),
+        *(said(f"! {sentence}", "yellow") for sentence in comparison.cautions),
     ]
-    for case, changes in itertools.groupby(found.changes, lambda one: one.case):
+    for case, changes in itertools.groupby(comparison.changes, lambda change: change.case):
         parts += [Text(), said(case, "bold cyan"), _table(tuple(changes))]
-    if found.uncompared:
-        parts += [Text(), said("not compared", "bold"), *map(said, found.uncompared)]
-    parts += [Text(), *(said(told) for told in gist(found))]
+    if comparison.uncompared:
+        parts += [Text(), said("not compared", "bold"), *map(said, comparison.uncompared)]
+    parts += [Text(), *(said(sentence) for sentence in gist(comparison))]
     return Group(*parts)
 
 
@@ -242,30 +244,32 @@ def _table(changes: Sequence[CaseChange]) -> Table:
     for heading in (*speeds, *ratios):
         table.add_column(heading, justify="right", no_wrap=True, min_width=6)
     table.add_column("", overflow="fold")
-    for one in changes:
+    for change in changes:
         table.add_row(
-            said(one.system),
-            *(word(cells.median(each)) for each in (one.main.old, one.main.new)),
-            cells.times(one.speed.change),
-            *(cells.times(cells.median(each)) for each in (one.ratio.old, one.ratio.new)),
-            cells.times(one.ratio.change),
-            said(", ".join(one.marks), "yellow"),
+            said(change.system),
+            *(word(cells.median(spread)) for spread in (change.main.old, change.main.new)),
+            cells.times(change.speed.change),
+            *(cells.times(cells.median(spread)) for spread in (change.ratio.old, change.ratio.new)),
+            cells.times(change.ratio.change),
+            said(", ".join(change.marks), "yellow"),
         )
     return table
 
 
-def gist(found: Comparison) -> list[str]:
+def gist(comparison: Comparison) -> list[str]:
     """The comparison in a few sentences."""
-    if not found.changes:
+    if not comparison.changes:
         return ["The two reports have no case in common."]
-    marked = [one for one in found.changes if one.speed.is_beyond or one.ratio.is_beyond]
-    of = f"{len(marked)} of {counted(len(found.changes), 'figure')}"
-    told = [f"{of} changed by more than the spread of either report."]
-    if found.ratios:
-        middle = statistics.median(share for share, _ in found.ratios)
-        farthest, one = found.ratios[0]
-        told.append(
-            f"{counted(len(found.ratios), 'ratio')} to peers changed by {cells.share(middle)} in "
-            f"the median, by {cells.share(farthest)} at most ({one.case}, {one.system})."
+    marked = [
+        change for change in comparison.changes if change.speed.is_beyond or change.ratio.is_beyond
+    ]
+    of = f"{len(marked)} of {counted(len(comparison.changes), 'figure')}"
+    sentences = [f"{of} changed by more than the spread of either report."]
+    if ratios := comparison.ratios:
+        middle = statistics.median(share for share, _ in ratios)
+        farthest, change = ratios[0]
+        sentences.append(
+            f"{counted(len(ratios), 'ratio')} to peers changed by {cells.share(middle)} in "
+            f"the median, by {cells.share(farthest)} at most ({change.case}, {change.system})."
         )
-    return told
+    return sentences

@@ -166,15 +166,17 @@ class CaseFigures:
 
     @property
     def ours(self) -> SystemFigures | None:
-        return next((one for one in self.measured if one.is_ours), None)
+        return next((system for system in self.measured if system.is_ours), None)
 
     @property
     def harness(self) -> SystemFigures | None:
-        return next((one for one in self.measured if one.is_harness), None)
+        return next((system for system in self.measured if system.is_harness), None)
 
     @property
     def best_peer(self) -> SystemFigures | None:
-        peers = (one for one in self.measured if one.is_peer and is_comparable(one.result))
+        peers = (
+            system for system in self.measured if system.is_peer and is_comparable(system.result)
+        )
         return next(peers, None)
 
     @property
@@ -221,30 +223,32 @@ def case_figures(report: BenchReport) -> tuple[CaseFigures, ...]:
 def _case(
     scenario: str,
     question: str,
-    found: CaseResult,
+    result: CaseResult,
     workload: Workload | None,
     sample_bytes: float | None,
 ) -> CaseFigures:
     bounds = sorted(
-        (bound for bound in found.bounds if spread(bound.samples_per_s)),
+        (bound for bound in result.bounds if spread(bound.samples_per_s)),
         key=lambda bound: statistics.median(_finite(bound.samples_per_s)),
     )
-    ours = next((one for one in found.systems if one.name == OURS), None)
+    ours = next((system for system in result.systems if system.name == OURS), None)
     systems = [
-        _system(one, ours, found.case, bounds[0] if bounds else None, sample_bytes)
-        for one in found.systems
+        _system(system, ours, result.case, bounds[0] if bounds else None, sample_bytes)
+        for system in result.systems
     ]
-    measured = [one for one in systems if one.speed is not None]
-    measured.sort(key=lambda one: (one.is_harness, -one.speed.median if one.speed else 0.0))
+    measured = [system for system in systems if system.speed is not None]
+    measured.sort(
+        key=lambda system: (system.is_harness, -system.speed.median if system.speed else 0.0)
+    )
     return CaseFigures(
         scenario=scenario,
         question=question,
-        case=found.case,
+        case=result.case,
         workload=workload,
         measured=tuple(measured),
-        absent=tuple(one for one in systems if one.speed is None),
+        absent=tuple(system for system in systems if system.speed is None),
         bounds=tuple((bound.name, Spread(_finite(bound.samples_per_s))) for bound in bounds),
-        load={name: value for name, told in found.load.items() if (value := known(told))},
+        load={name: value for name, share in result.load.items() if (value := known(share))},
         sample_bytes=sample_bytes,
     )
 
@@ -317,9 +321,9 @@ def ratio_of(ours: SystemResult, other: SystemResult, case: BenchCase) -> Spread
 
 
 def spread(values: Iterable[object]) -> Spread | None:
-    """Of the values that are known."""
-    found = _finite(values)
-    return Spread(found) if found else None
+    """The spread of the values that are known."""
+    known_values = _finite(values)
+    return Spread(known_values) if known_values else None
 
 
 def known(value: object) -> float | None:
@@ -334,8 +338,8 @@ def _finite(values: Iterable[object]) -> tuple[float, ...]:
 
 
 def _median(values: Iterable[object]) -> float | None:
-    found = spread(values)
-    return found.median if found else None
+    figure = spread(values)
+    return figure.median if figure else None
 
 
 def _middle(result: SystemResult, name: str) -> float | None:
@@ -344,12 +348,12 @@ def _middle(result: SystemResult, name: str) -> float | None:
 
 def _rounds(result: SystemResult, name: str) -> dict[int, float]:
     """The figure of each round that has it. A trial without a round number gets its index."""
-    found = {}
+    of_rounds = {}
     for place, trial in enumerate(result.trials):
         number = known(trial.get(name))
         if number is not None:
-            found[_round_of(trial, place)] = number
-    return found
+            of_rounds[_round_of(trial, place)] = number
+    return of_rounds
 
 
 def _round_of(trial: Mapping[str, Any], place: int) -> int:
@@ -358,12 +362,12 @@ def _round_of(trial: Mapping[str, Any], place: int) -> int:
 
 
 def _quotients(above: Rounds, below: Mapping[int, object]) -> dict[int, float]:
-    found = {}
+    quotients = {}
     for at, value in above.items():
         divisor = known(below.get(at))
         if divisor:
-            found[at] = value / divisor
-    return found
+            quotients[at] = value / divisor
+    return quotients
 
 
 def _typical(result: SystemResult, speeds: Rounds) -> Figures:

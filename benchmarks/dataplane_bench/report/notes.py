@@ -52,7 +52,9 @@ _WORDS = {BatchKind.PACKED: ("document", " packs"), BatchKind.TOKENISED: ("text"
 
 def one_line(text: str) -> str:
     """An error in short: its first line, and the last line of the loader's output."""
-    printable = "".join(one if one.isprintable() or one == "\n" else " " for one in text)
+    printable = "".join(
+        character if character.isprintable() or character == "\n" else " " for character in text
+    )
     lines = [" ".join(line.split()) for line in printable.splitlines() if line.strip()]
     if not lines:
         return ""
@@ -64,16 +66,16 @@ def one_line(text: str) -> str:
 
 def about(case: CaseFigures) -> str:
     """Describes a case: what is loaded, how, and what the hardware allows."""
-    told = [_mode(case.case)]
+    parts = [_mode(case.case)]
     if case.workload is not None:
-        told.append(_samples(case.workload))
+        parts.append(_samples(case.workload))
     if case.bounds:
         limits = (f"{rate(limit.median)} samples/s ({name})" for name, limit in case.bounds)
-        told.append(f"bound: {', '.join(limits)}")
-    steps = {one.step_ms for one in case.measured if one.step_ms}
+        parts.append(f"bound: {', '.join(limits)}")
+    steps = {system.step_ms for system in case.measured if system.step_ms}
     if steps and not case.case.step_ms:
-        told.append(f"stall of a trainer with steps of {max(steps):g} ms")
-    return "; ".join(told)
+        parts.append(f"stall of a trainer with steps of {max(steps):g} ms")
+    return "; ".join(parts)
 
 
 def _mode(case: BenchCase) -> str:
@@ -93,13 +95,13 @@ def _mode(case: BenchCase) -> str:
     kept = ", caches empty" if case.cold else ", warm"
     if case.epoch:
         kept = f", caches of {share(case.cache_share)} of the samples" if case.cache_share else ""
-    told = f"{what}, from {where}{kept}{served}"
+    text = f"{what}, from {where}{kept}{served}"
     if case.ranks > 1:
-        told += f", {case.ranks} ranks"
+        text += f", {case.ranks} ranks"
     if case.jobs > 1:
-        told += f", {case.jobs} jobs"
-        told += " that share one order" if case.shared else ""
-    return told + (f", a step computes for {case.step_ms:g} ms" if case.step_ms else "")
+        text += f", {case.jobs} jobs"
+        text += " that share one order" if case.shared else ""
+    return text + (f", a step computes for {case.step_ms:g} ms" if case.step_ms else "")
 
 
 def _s3(case: BenchCase) -> str:
@@ -117,62 +119,73 @@ def absent(case: CaseFigures) -> list[tuple[str, str]]:
     """The systems that were not measured: a name, and the reason in one line."""
     word = {Standing.REFUSED: "no part in it", Standing.FAILED: "failed"}
     return [
-        (one.result.title, f"{word.get(one.standing, 'not measured')}: {one_line(one.reason)}")
-        for one in case.absent
+        (
+            system.result.title,
+            f"{word.get(system.standing, 'not measured')}: {one_line(system.reason)}",
+        )
+        for system in case.absent
     ]
 
 
 def notes(case: CaseFigures) -> list[str]:
-    """What a reader must know before trusting a case."""
-    told = []
-    differing = [one.result.title for one in case.measured if not is_comparable(one.result)]
+    """Reservations about a case that a reader should know."""
+    sentences = []
+    differing = [
+        system.result.title for system in case.measured if not is_comparable(system.result)
+    ]
     if differing:
-        told.append(f"samples differ! {', '.join(differing)}: not the source's, so not compared")
+        sentences.append(
+            f"samples differ! {', '.join(differing)}: not the source's, so not compared"
+        )
     unknown = [
-        one.result.title
-        for one in case.measured
-        if one.result.same_samples is None and not one.is_harness
+        system.result.title
+        for system in case.measured
+        if system.result.same_samples is None and not system.is_harness
     ]
     if unknown:
-        told.append(f"not checked whether the samples are the source's: {', '.join(unknown)}")
-    told += _made(case)
-    told += _short(case)
-    noisy = [f"{one.result.title} {off(one.main)}" for one in case.measured if one.is_noisy]
+        sentences.append(f"not checked whether the samples are the source's: {', '.join(unknown)}")
+    sentences += _made(case)
+    sentences += _short(case)
+    noisy = [
+        f"{system.result.title} {off(system.main)}" for system in case.measured if system.is_noisy
+    ]
     if noisy:
-        told.append(f"noisy, a round more than {NOISY:.0%} off the median: {', '.join(noisy)}")
+        sentences.append(f"noisy, a round more than {NOISY:.0%} off the median: {', '.join(noisy)}")
     if case.is_busy:
-        told.append(f"the machine was busy: {_load(case.load)}")
+        sentences.append(f"the machine was busy: {_load(case.load)}")
     headroom = case.harness_headroom
     if headroom is not None and headroom < HEADROOM:
-        told.append(
+        sentences.append(
             f"the harness alone is only {times(headroom)} as fast as the fastest system: it may "
             "limit the figures"
         )
     if case.ours is None:
-        told.append("Dataplane was not measured here, so there are no ratios")
-    return told
+        sentences.append("Dataplane was not measured here, so there are no ratios")
+    return sentences
 
 
 def _short(case: CaseFigures) -> list[str]:
     """How much larger samples must be, so that the rate of the fastest system is not its start's,
     and caches of a share of them are such as hosts have.
     """
-    told = []
-    seconds = next((one.seconds for one in case.measured if not one.is_harness), None)
+    sentences = []
+    seconds = next((system.seconds for system in case.measured if not system.is_harness), None)
     if seconds and seconds < RATE_S:
         more = f"with {number(RATE_S / seconds, 2)} times as large a --scale it reads for longer"
-        told.append(f"the fastest system was done after {number(seconds, 2)} s: {more}")
+        sentences.append(f"the fastest system was done after {number(seconds, 2)} s: {more}")
     if case.case.cache_share and case.sample_bytes and case.workload is not None:
         kept = case.case.cache_share * case.sample_bytes * case.workload.sample_count
         if kept < CACHE_BYTES_MIN:
             more = f"{number(CACHE_BYTES_MIN / kept, 2)} times as large a --scale"
-            told.append(f"caches of about {size(kept)} are smaller than a host's: choose {more}")
-    return told
+            sentences.append(
+                f"caches of about {size(kept)} are smaller than a host's: choose {more}"
+            )
+    return sentences
 
 
 def _made(case: CaseFigures) -> list[str]:
     """How well packs were filled, and how exact a mixture was."""
-    facts = [(one.result.title, one.result.facts) for one in case.measured]
+    facts = [(system.result.title, system.result.facts) for system in case.measured]
     waste = [f"{name} {of['waste']:.2%}" for name, of in facts if "waste" in of]
     weights = {part.name: part.weight for part in case.workload.parts} if case.workload else {}
     errors = []
@@ -180,10 +193,10 @@ def _made(case: CaseFigures) -> list[str]:
         if "shares" in of:
             worst = max(abs(of["shares"][part] - weight) for part, weight in weights.items())
             errors.append(f"{name} {worst:.2%}")
-    told = [f"padding in an epoch's packs: {', '.join(waste)}"] if waste else []
+    sentences = [f"padding in an epoch's packs: {', '.join(waste)}"] if waste else []
     if errors:
-        told.append(f"a source's share of an epoch is off by, at most: {', '.join(errors)}")
-    return told
+        sentences.append(f"a source's share of an epoch is off by, at most: {', '.join(errors)}")
+    return sentences
 
 
 def gist(cases: Sequence[CaseFigures]) -> list[str]:
@@ -199,10 +212,10 @@ def gist(cases: Sequence[CaseFigures]) -> list[str]:
     faster = sum(ratio.low > 1 for _, _, ratio in against)
     slower = sum(ratio.high < 1 for _, _, ratio in against)
     level = len(against) - faster - slower
-    ordered = sorted(against, key=lambda one: one[2].median)
+    ordered = sorted(against, key=lambda entry: entry[2].median)
     middle = statistics.median(ratio.median for _, _, ratio in against)
 
-    def told(case: CaseFigures, peer: SystemFigures, ratio: Spread) -> str:
+    def described(case: CaseFigures, peer: SystemFigures, ratio: Spread) -> str:
         return f"{times(ratio.median)} ({title(case)}, {peer.result.title})"
 
     cases_told = counted(len(against), "case")
@@ -214,8 +227,8 @@ def gist(cases: Sequence[CaseFigures]) -> list[str]:
         f" {slower} of {cases_told}. There was one round, so the spread is not known."
     )
     if len(against) == 1:
-        return [first, f"The ratio is {told(*ordered[0])}."]
-    ends = f"{told(*ordered[0])} to {told(*ordered[-1])}"
+        return [first, f"The ratio is {described(*ordered[0])}."]
+    ends = f"{described(*ordered[0])} to {described(*ordered[-1])}"
     return [first, f"The ratio's median is {times(middle)}; it goes from {ends}."]
 
 
@@ -236,22 +249,24 @@ def busy(report: BenchReport) -> str:
 
 def _load(load: Mapping[str, float], up_to: str = "") -> str:
     others, steal = (load.get(name, 0.0) for name in ("others", "steal"))
-    told = [f"other processes took {up_to}{share(others)}"] if others > OTHERS else []
-    told += [f"the hypervisor took {up_to}{share(steal)}"] if steal > STEAL else []
-    return f"{' and '.join(told)} of its CPU time"
+    parts = [f"other processes took {up_to}{share(others)}"] if others > OTHERS else []
+    parts += [f"the hypervisor took {up_to}{share(steal)}"] if steal > STEAL else []
+    return f"{' and '.join(parts)} of its CPU time"
 
 
 def machine(report: BenchReport) -> str:
     """When and where, in a line."""
     facts = report.machine
-    told = [f"{report.created[:16].replace('T', ' ')} UTC" if report.created else ""]
-    told += [str(facts[name]) for name in ("cpu",) if facts.get(name)]
+    parts = [f"{report.created[:16].replace('T', ' ')} UTC" if report.created else ""]
+    parts += [str(facts[name]) for name in ("cpu",) if facts.get(name)]
     cores, memory = known(facts.get("cores")), known(facts.get("memory_bytes"))
-    told.append(counted(int(cores), "core") + _server_cores(facts) if cores else "")
-    told.append(size(memory) if memory else "")
-    told += [f"{name} {facts[name]}" for name in ("kernel", "python", "storage") if facts.get(name)]
-    told.append(f"{report.seconds / 60:.0f} min" if known(report.seconds) else "")
-    return ", ".join(part for part in told if part)
+    parts.append(counted(int(cores), "core") + _server_cores(facts) if cores else "")
+    parts.append(size(memory) if memory else "")
+    parts += [
+        f"{name} {facts[name]}" for name in ("kernel", "python", "storage") if facts.get(name)
+    ]
+    parts.append(f"{report.seconds / 60:.0f} min" if known(report.seconds) else "")
+    return ", ".join(part for part in parts if part)
 
 
 def _server_cores(facts: Mapping[str, object]) -> str:
@@ -262,12 +277,12 @@ def _server_cores(facts: Mapping[str, object]) -> str:
 
 
 def machine_bounds(report: BenchReport) -> list[tuple[str, str]]:
-    """What the machine can do: a name, and the median of its rounds with their spread."""
+    """The machine's bounds: a name, and the median of its rounds with their spread."""
     return [
-        (name, f"{told} {off(limit)}".strip())
-        for each, values in report.bounds.items()
+        (name, f"{figure} {off(limit)}".strip())
+        for key, values in report.bounds.items()
         if (limit := spread(values)) is not None
-        for name, told in (_machine_bound(each, limit.median),)
+        for name, figure in (_machine_bound(key, limit.median),)
     ]
 
 
@@ -275,10 +290,10 @@ def _machine_bound(name: str, value: float) -> tuple[str, str]:
     """("gather_gb_per_s", 5) -> ("gather of random rows", "5.00 GB/s")"""
     are_bytes = name.endswith("_gb_per_s")
     what = name.removesuffix("_gb_per_s").removesuffix("_per_s")
-    told = f"{number(value)} GB/s" if are_bytes else f"{rate(value)}/s"
+    figure = f"{number(value)} GB/s" if are_bytes else f"{rate(value)}/s"
     if what.startswith("s3_"):
-        return f"S3 server, {what.removeprefix('s3_').replace('_', ' ')}", told
-    return _BOUNDS.get(what, what.replace("_", " ")), told
+        return f"S3 server, {what.removeprefix('s3_').replace('_', ' ')}", figure
+    return _BOUNDS.get(what, what.replace("_", " ")), figure
 
 
 def versions(report: BenchReport) -> list[str]:
@@ -293,27 +308,27 @@ def versions(report: BenchReport) -> list[str]:
 def sweeps(cases: Sequence[CaseFigures]) -> list[tuple[str, list[tuple[str, str]]]]:
     """For each system: the cases, its format, the chosen settings, and the others that were
     tried."""
-    found: dict[str, dict[str, list[CaseFigures]]] = {}
+    by_system: dict[str, dict[str, list[CaseFigures]]] = {}
     for case in cases:
-        for one in case.systems:
-            told = _sweep(one.result)
-            if told:
-                found.setdefault(_who(one.result), {}).setdefault(told, []).append(case)
+        for system in case.systems:
+            choice = _sweep(system.result)
+            if choice:
+                by_system.setdefault(_who(system.result), {}).setdefault(choice, []).append(case)
     return [
-        (system, [(_titles(of, each.values()), told) for told, of in each.items()])
-        for system, each in found.items()
+        (system, [(_titles(of, by_choice.values()), choice) for choice, of in by_choice.items()])
+        for system, by_choice in by_system.items()
     ]
 
 
 def _titles(cases: Sequence[CaseFigures], every: Iterable[Sequence[CaseFigures]]) -> str:
     """The cases' titles; a scenario's name alone means all of its cases."""
     known_of = [case for of in every for case in of]
-    told = []
+    titles = []
     for case in cases:
-        siblings = [one for one in known_of if one.scenario == case.scenario]
-        is_whole = len(siblings) > 1 and all(one in cases for one in siblings)
-        told.append(case.scenario if is_whole else title(case))
-    return ", ".join(dict.fromkeys(told))
+        siblings = [sibling for sibling in known_of if sibling.scenario == case.scenario]
+        is_whole = len(siblings) > 1 and all(sibling in cases for sibling in siblings)
+        titles.append(case.scenario if is_whole else title(case))
+    return ", ".join(dict.fromkeys(titles))
 
 
 def _who(result: SystemResult) -> str:
@@ -321,29 +336,39 @@ def _who(result: SystemResult) -> str:
 
 
 def _sweep(result: SystemResult) -> str:
-    told = _choice(result)
-    return f"{result.describes}; {told}" if result.describes and told else told or result.describes
+    choice = _choice(result)
+    return (
+        f"{result.describes}; {choice}"
+        if result.describes and choice
+        else choice or result.describes
+    )
 
 
 def _choice(result: SystemResult) -> str:
     if not result.sweep and not result.settings:
         return ""
-    chosen = [one for one in result.sweep if one.settings == result.settings]
-    told = settings_told(result.settings)
+    chosen = [attempt for attempt in result.sweep if attempt.settings == result.settings]
+    text = settings_told(result.settings)
     if len(result.sweep) < 2:
-        return told
-    told += f" ({_tried(chosen[0])})" if chosen else ""
-    others = [one for one in result.sweep if one not in chosen]
-    tried = "; ".join(f"{settings_told(one.settings)} ({_tried(one)})" for one in others)
-    return f"{told}; tried: {tried}" if tried else told
+        return text
+    text += f" ({_tried(chosen[0])})" if chosen else ""
+    others = [attempt for attempt in result.sweep if attempt not in chosen]
+    tried = "; ".join(
+        f"{settings_told(attempt.settings)} ({_tried(attempt)})" for attempt in others
+    )
+    return f"{text}; tried: {tried}" if tried else text
 
 
-def _tried(one: Tried) -> str:
-    return f"failed: {one_line(one.error)}" if one.error else f"{rate(one.samples_per_s)}/s"
+def _tried(attempt: Tried) -> str:
+    return (
+        f"failed: {one_line(attempt.error)}"
+        if attempt.error
+        else f"{rate(attempt.samples_per_s)}/s"
+    )
 
 
 def plain(value: object) -> str:
     """A value of an option, as people write it."""
     if isinstance(value, list | tuple):
-        return ", ".join(str(one) for one in value) or "none"
+        return ", ".join(str(part) for part in value) or "none"
     return "none" if value is None else str(value)

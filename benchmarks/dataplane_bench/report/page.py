@@ -98,16 +98,16 @@ def render(report: BenchReport) -> str:
     import jinja2
     from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 
-    found = case_figures(report)
-    looks = marks(one.result.name for case in found for one in case.systems)
-    scenarios = _scenarios(report, found, looks)
-    overview = plots.overview(found, looks)
+    cases = case_figures(report)
+    looks = marks(system.result.name for case in cases for system in case.systems)
+    scenarios = _scenarios(report, cases, looks)
+    overview = plots.overview(cases, looks)
     placed = [_Placed("overview", overview, "overview")] if overview else []
     every = placed + [
-        one
+        plot
         for scenario in scenarios
         for case in scenario.cases
-        for one in (*case.plots, *case.over_time)
+        for plot in (*case.plots, *case.over_time)
     ]
     scripts = [get_plotlyjs(), _part("page.js")]
     environment = jinja2.Environment(
@@ -120,27 +120,27 @@ def render(report: BenchReport) -> str:
         hashes=[_hash(script) for script in scripts],
         drawings=_drawings(every),
         overview=placed,
-        overview_keys=_overview_keys(found, looks),
-        gist=notes.gist(found),
+        overview_keys=_overview_keys(cases, looks),
+        gist=notes.gist(cases),
         busy=notes.busy(report),
-        has_spread=any(one.has_spread for case in found for one in case.measured),
+        has_spread=any(system.has_spread for case in cases for system in case.measured),
         summary_headings=cells.SUMMARY,
-        summary=[(f"case-{place}", row) for place, row in enumerate(cells.summary(found))],
+        summary=[(f"case-{place}", row) for place, row in enumerate(cells.summary(cases))],
         scenarios=scenarios,
-        sweeps=notes.sweeps(found),
-        failures=_failures(found),
+        sweeps=notes.sweeps(cases),
+        failures=_failures(cases),
         machine=notes.machine(report),
         bounds=notes.machine_bounds(report),
         versions=notes.versions(report),
-        options=[f"{name}: {notes.plain(one)}" for name, one in report.options.items()],
+        options=[f"{name}: {notes.plain(value)}" for name, value in report.options.items()],
     )
 
 
-def _scenarios(report: BenchReport, found: Sequence[CaseFigures], looks: Marks) -> list[_Scenario]:
+def _scenarios(report: BenchReport, cases: Sequence[CaseFigures], looks: Marks) -> list[_Scenario]:
     made = []
     place = 0
     for number, scenario in enumerate(report.scenarios):
-        own = found[place : place + len(scenario.cases)]
+        own = cases[place : place + len(scenario.cases)]
         made.append(_scenario(number, scenario, own, place, looks))
         place += len(scenario.cases)
     return made
@@ -149,7 +149,7 @@ def _scenarios(report: BenchReport, found: Sequence[CaseFigures], looks: Marks) 
 def _scenario(
     number: int,
     scenario: ScenarioResult,
-    found: Sequence[CaseFigures],
+    cases: Sequence[CaseFigures],
     first: int,
     looks: Marks,
 ) -> _Scenario:
@@ -158,8 +158,8 @@ def _scenario(
         scenario.name,
         scenario.question,
         scenario.bound,
-        all(case.is_start for case in found),
-        tuple(_case(f"case-{first + place}", case, looks) for place, case in enumerate(found)),
+        all(case.is_start for case in cases),
+        tuple(_case(f"case-{first + place}", case, looks) for place, case in enumerate(cases)),
     )
 
 
@@ -168,44 +168,47 @@ def _case(name: str, case: CaseFigures, looks: Marks) -> _Case:
         _Placed(f"{name}-{plot.kind}", plot, name if plot.is_over_time else "")
         for plot in plots.of_case(case, looks)
     ]
-    plain = tuple(one for one in placed if not one.plot.is_over_time)
-    over_time = tuple(one for one in placed if one.plot.is_over_time)
+    plain = tuple(place for place in placed if not place.plot.is_over_time)
+    over_time = tuple(place for place in placed if place.plot.is_over_time)
     headings = cells.headings(case, are_wide=True)
-    drawn = [one for one in case.measured if not one.is_harness] if over_time else []
+    drawn = [system for system in case.measured if not system.is_harness] if over_time else []
     return _Case(
         id=name,
         title=cells.title(case),
         about=notes.about(case),
         headings=headings,
-        rows=tuple(_row(one, headings, looks) for one in case.measured),
+        rows=tuple(_row(system, headings, looks) for system in case.measured),
         absent=tuple(notes.absent(case)),
         notes=tuple(notes.notes(case)),
         plots=plain,
         is_odd=len(plain) % 2 == 1,
         over_time=over_time,
-        keys=tuple(_key(one, looks) for one in drawn),
+        keys=tuple(_key(system, looks) for system in drawn),
     )
 
 
-def _row(one: SystemFigures, headings: Sequence[cells.Heading], looks: Marks) -> _Row:
-    kind = "ours" if one.is_ours else "harness" if one.is_harness else ""
+def _row(system: SystemFigures, headings: Sequence[cells.Heading], looks: Marks) -> _Row:
+    kind = "ours" if system.is_ours else "harness" if system.is_harness else ""
     return _Row(
-        cells.label(one),
+        cells.label(system),
         kind,
-        looks[one.result.name].colour,
-        tuple(each.cell(one) for each in headings),
+        looks[system.result.name].colour,
+        tuple(heading.cell(system) for heading in headings),
     )
 
 
-def _key(one: SystemFigures, looks: Marks) -> _Key:
-    mark = looks[one.result.name]
-    name, title = one.result.name, one.result.title
+def _key(system: SystemFigures, looks: Marks) -> _Key:
+    mark = looks[system.result.name]
+    name, title = system.result.name, system.result.title
     return _Key(name, title, mark.colour, _DASHES[mark.dash], mark.width)
 
 
-def _overview_keys(found: Sequence[CaseFigures], looks: Marks) -> list[_Key]:
+def _overview_keys(cases: Sequence[CaseFigures], looks: Marks) -> list[_Key]:
     titles = {
-        one.result.name: one.result.title for case in found for one in case.measured if one.ratio
+        system.result.name: system.result.title
+        for case in cases
+        for system in case.measured
+        if system.ratio
     }
     return [
         _Key(name, title, looks[name].colour, "", 0.0, looks[name].symbol)
@@ -213,22 +216,23 @@ def _overview_keys(found: Sequence[CaseFigures], looks: Marks) -> list[_Key]:
     ]
 
 
-def _failures(found: Sequence[CaseFigures]) -> list[tuple[str, str]]:
+def _failures(cases: Sequence[CaseFigures]) -> list[tuple[str, str]]:
     """Whole errors, including the loader's last output."""
     return [
-        (f"{cells.title(case)}, {one.result.title}", one.result.error)
-        for case in found
-        for one in case.systems
-        if one.result.error
+        (f"{cells.title(case)}, {system.result.title}", system.result.error)
+        for case in cases
+        for system in case.systems
+        if system.result.error
     ]
 
 
 def _drawings(placed: Sequence[_Placed]) -> str:
     """JSON that is safe in a script element: nothing in it can end the element."""
-    told: list[dict[str, Any]] = [
-        {"id": one.id, "group": one.group, **one.plot.drawing} for one in placed
+    drawings: list[dict[str, Any]] = [
+        {"id": plot_placed.id, "group": plot_placed.group, **plot_placed.plot.drawing}
+        for plot_placed in placed
     ]
-    text = json.dumps(told, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(drawings, separators=(",", ":"), allow_nan=False)
     for mark in "<>&":
         text = text.replace(mark, f"\\u{ord(mark):04x}")
     return text

@@ -37,40 +37,40 @@ class BarScale:
     heading: str
     unit: str
     figure: Callable[[SystemFigures], Spread | float | None]
-    label: Callable[[SystemFigures, Spread], str] = lambda _, found: cells.number(found.median)
+    label: Callable[[SystemFigures, Spread], str] = lambda _, spread: cells.number(spread.median)
 
 
 THROUGHPUT = BarScale(
     "throughput",
     "throughput",
     "samples/s",
-    lambda one: one.samples_per_s,
-    lambda _, found: f"{cells.rate(found.median)} {cells.off(found)}".strip(),
+    lambda system: system.samples_per_s,
+    lambda _, spread: f"{cells.rate(spread.median)} {cells.off(spread)}".strip(),
 )
 FIRST = BarScale(
     "first",
     "time to the first batch",
     "s",
-    lambda one: one.first_batch_s,
-    lambda one, found: f"{cells.number(found.median)} {one.by}".strip(),
+    lambda system: system.first_batch_s,
+    lambda system, spread: f"{cells.number(spread.median)} {system.by}".strip(),
 )
 CPU = BarScale(
     "cpu",
     "CPU per million samples",
     "CPU seconds, all processes",
-    lambda one: one.cpu_s_per_million,
+    lambda system: system.cpu_s_per_million,
 )
 MEMORY = BarScale(
     "memory",
     "peak memory",
     "GiB (PSS, all processes)",
-    lambda one: None if one.memory_peak is None else one.memory_peak / 2**30,
+    lambda system: None if system.memory_peak is None else system.memory_peak / 2**30,
 )
 STALL = BarScale(
     "stall",
     "stall of a trainer that computes",
     "% of its time",
-    lambda one: None if one.stall_share is None else one.stall_share * 100,
+    lambda system: None if system.stall_share is None else system.stall_share * 100,
 )
 
 
@@ -79,23 +79,23 @@ def bars(
 ) -> Plot | None:
     """One bar per system; if a figure is a spread, whiskers and one dot per round."""
     rows: list[tuple[SystemFigures, Spread]] = []
-    for one in drawn:
-        found = measure.figure(one)
-        if found is not None:
-            rows.append((one, found if isinstance(found, Spread) else Spread((found,))))
+    for system in drawn:
+        spread = measure.figure(system)
+        if spread is not None:
+            rows.append((system, spread if isinstance(spread, Spread) else Spread((spread,))))
     if not rows:
         return None
     traces = []
-    for place, (one, found) in enumerate(rows):
-        told = f"{one.result.title}: {cells.span(found, cells.number)} {measure.unit}"
-        mark = marks[one.result.name]
-        traces.append(_bar(one.result.name, told, len(rows) - 1 - place, found, mark))
-    dots = [_dots(len(rows) - 1 - place, found) for place, (_, found) in enumerate(rows)]
-    labels = [measure.label(one, found) for one, found in rows]
-    made = layout(axis(measure.unit), names([cells.label(one) for one, _ in rows]), labels)
+    for place, (system, spread) in enumerate(rows):
+        text = f"{system.result.title}: {cells.span(spread, cells.number)} {measure.unit}"
+        mark = marks[system.result.name]
+        traces.append(_bar(system.result.name, text, len(rows) - 1 - place, spread, mark))
+    dots = [_dots(len(rows) - 1 - place, spread) for place, (_, spread) in enumerate(rows)]
+    labels = [measure.label(system, spread) for system, spread in rows]
+    made = layout(axis(measure.unit), names([cells.label(system) for system, _ in rows]), labels)
     made["barmode"] = "overlay"
     if measure is THROUGHPUT:
-        _add_bounds(made, case, max(found.high for _, found in rows))
+        _add_bounds(made, case, max(spread.high for _, spread in rows))
     return Plot(
         measure.kind,
         measure.heading,
@@ -105,39 +105,39 @@ def bars(
     )
 
 
-def _bar(name: str, told: str, place: int, found: Spread, mark: Mark) -> dict[str, Any]:
+def _bar(name: str, text: str, place: int, spread: Spread, mark: Mark) -> dict[str, Any]:
     pattern = {"shape": mark.pattern, "fillmode": "overlay", "fgcolor": "--card", "solidity": 0.2}
     return {
         "type": "bar",
         "orientation": "h",
         "meta": name,
-        "x": [shortened(found.median)],
+        "x": [shortened(spread.median)],
         "y": [place],
         "width": 0.66,
-        "customdata": [escaped(told)],
+        "customdata": [escaped(text)],
         "hovertemplate": "%{customdata}<extra></extra>",
         "marker": {"color": mark.colour, "pattern": pattern},
         "error_x": {
             "type": "data",
             "symmetric": False,
-            "array": [shortened(found.high - found.median)],
-            "arrayminus": [shortened(found.median - found.low)],
+            "array": [shortened(spread.high - spread.median)],
+            "arrayminus": [shortened(spread.median - spread.low)],
             "color": "--ink",
             "thickness": 1.2,
             "width": 4,
-            "visible": len(found.values) > 1,
+            "visible": len(spread.values) > 1,
         },
     }
 
 
-def _dots(place: int, found: Spread) -> dict[str, Any] | None:
-    if len(found.values) < 2:
+def _dots(place: int, spread: Spread) -> dict[str, Any] | None:
+    if len(spread.values) < 2:
         return None
     return {
         "type": "scatter",
         "mode": "markers",
-        "x": [shortened(value) for value in found.values],
-        "y": [place] * len(found.values),
+        "x": [shortened(value) for value in spread.values],
+        "y": [place] * len(spread.values),
         "hoverinfo": "skip",
         "marker": {"color": "--ink", "size": 5, "line": {"color": "--card", "width": 1}},
     }
@@ -145,7 +145,7 @@ def _dots(place: int, found: Spread) -> dict[str, Any] | None:
 
 def _add_bounds(made: dict[str, Any], case: CaseFigures, highest: float) -> None:
     """One line per bound; if all are far away, only the tightest one, at the edge."""
-    shown = [one for one in case.bounds if one[1].median <= BOUND_SHOWN * highest]
+    shown = [bound for bound in case.bounds if bound[1].median <= BOUND_SHOWN * highest]
     made["shapes"] = [line(limit.median, "--ink", "dash") for _, limit in shown]
     made["annotations"] = [
         note(f"bound: {name} {cells.rate(limit.median)}", limit.median, row)
@@ -154,8 +154,8 @@ def _add_bounds(made: dict[str, Any], case: CaseFigures, highest: float) -> None
     if case.bounds and not shown:
         name, limit = case.bounds[0]
         times = f", {cells.times(limit.median / highest)} the fastest" if highest else ""
-        told = f"bound: {name} {cells.rate(limit.median)}{times} →"
-        made["annotations"] = [note(told)]
+        text = f"bound: {name} {cells.rate(limit.median)}{times} →"
+        made["annotations"] = [note(text)]
         made["shapes"] = [line(1.0, "--ink", "dot") | {"xref": "paper"}]
     most = max([highest, *(limit.median for _, limit in shown)])
     made["xaxis"]["range"] = [0, shortened(most * 1.06)]
@@ -167,19 +167,22 @@ _TIME_HEIGHT = 260
 
 def overview(cases: Sequence[CaseFigures], marks: Marks) -> Plot | None:
     """The ratio to each peer in each case, in one picture."""
-    rows = [case for case in cases if any(one.ratio for one in case.measured)]
+    rows = [case for case in cases if any(system.ratio for system in case.measured)]
     if not rows:
         return None
     peers = {
-        one.result.name: one.result.title for case in rows for one in case.measured if one.ratio
+        system.result.name: system.result.title
+        for case in rows
+        for system in case.measured
+        if system.ratio
     }
     lines: list[dict[str, Any]] = []
     for name, title in peers.items():
-        found = [
-            (len(rows) - 1 - place, one.ratio, case)
+        dots = [
+            (len(rows) - 1 - place, system.ratio, case)
             for place, case in enumerate(rows)
-            for one in case.measured
-            if one.result.name == name and one.ratio is not None
+            for system in case.measured
+            if system.result.name == name and system.ratio is not None
         ]
         lines.append(
             {
@@ -187,11 +190,11 @@ def overview(cases: Sequence[CaseFigures], marks: Marks) -> Plot | None:
                 "mode": "markers",
                 "name": escaped(title),
                 "meta": name,
-                "x": [shortened(ratio.median) for _, ratio, _ in found],
-                "y": [row for row, _, _ in found],
+                "x": [shortened(ratio.median) for _, ratio, _ in dots],
+                "y": [row for row, _, _ in dots],
                 "customdata": [
                     escaped(f"{cells.title(case)}, {title}: {cells.span(ratio, cells.times)}")
-                    for _, ratio, case in found
+                    for _, ratio, case in dots
                 ],
                 "hovertemplate": "%{customdata}<extra></extra>",
                 "marker": {
@@ -202,56 +205,58 @@ def overview(cases: Sequence[CaseFigures], marks: Marks) -> Plot | None:
                 },
             }
         )
-    ratios = [each for drawn in lines for each in drawn["x"]]
+    ratios = [x for drawn in lines for x in drawn["x"]]
     across = log_axis("times the peer's speed", [*ratios, 1.0], "x")
     made = layout(across, names([cells.title(case) for case in rows])) | {
         "shapes": [line(1.0, "--ours", "solid")],
     }
-    told = f"Ratios of Dataplane to {len(peers)} peers in {len(rows)} cases."
+    about = f"Ratios of Dataplane to {len(peers)} peers in {len(rows)} cases."
     height = height_of(len(rows))
-    return Plot("overview", "", told, height, {"data": lines, "layout": made})
+    return Plot("overview", "", about, height, {"data": lines, "layout": made})
 
 
 def of_case(case: CaseFigures, marks: Marks) -> list[Plot]:
     """All plots of a case for which it has figures."""
-    drawn = [one for one in case.measured if not one.is_harness]
+    drawn = [system for system in case.measured if not system.is_harness]
     if not drawn:
         return []
     if case.is_start:
-        found = [bars(FIRST, case, drawn, marks)]
+        plots = [bars(FIRST, case, drawn, marks)]
     else:
-        found = [
-            *(bars(each, case, drawn, marks) for each in (THROUGHPUT, CPU, MEMORY)),
+        plots = [
+            *(bars(scale, case, drawn, marks) for scale in (THROUGHPUT, CPU, MEMORY)),
             _waits(drawn, marks),
-            *(bars(each, case, drawn, marks) for each in (STALL, FIRST)),
+            *(bars(scale, case, drawn, marks) for scale in (STALL, FIRST)),
             _over_time(drawn, marks, "rates", "throughput over time", "samples/s", _rates),
             _over_time(drawn, marks, "memories", "memory over time", "GiB", _memories),
         ]
-    return [plot for plot in found if plot is not None]
+    return [plot for plot in plots if plot is not None]
 
 
 def _waits(drawn: Sequence[SystemFigures], marks: Marks) -> Plot | None:
     """From the median wait to the 99th percentile, on a logarithmic axis."""
     rows = [
-        (one, one.wait_p50_ms, one.wait_p99_ms)
-        for one in drawn
-        if one.wait_p50_ms is not None and one.wait_p99_ms is not None and one.wait_p99_ms > 0
+        (system, system.wait_p50_ms, system.wait_p99_ms)
+        for system in drawn
+        if system.wait_p50_ms is not None
+        and system.wait_p99_ms is not None
+        and system.wait_p99_ms > 0
     ]
     if not rows:
         return None
     # A logarithmic axis has no 0: waits below a microsecond are drawn as one microsecond.
     ends = [(max(p50, 0.001), max(p99, 0.001)) for _, p50, p99 in rows]
     places = [len(rows) - 1 - place for place in range(len(rows))]
-    colours = [marks[one.result.name].colour for one, _, _ in rows]
-    told = [
-        escaped(f"{one.result.title}: p50 {cells.number(p50)} ms, p99 {cells.number(p99)} ms")
-        for one, p50, p99 in rows
+    colours = [marks[system.result.name].colour for system, _, _ in rows]
+    texts = [
+        escaped(f"{system.result.title}: p50 {cells.number(p50)} ms, p99 {cells.number(p99)} ms")
+        for system, p50, p99 in rows
     ]
     bar = {
         "type": "scatter",
         "mode": "lines",
-        "x": [each for p50, p99 in ends for each in (shortened(p50), shortened(p99), None)],
-        "y": [each for place in places for each in (place, place, None)],
+        "x": [x for p50, p99 in ends for x in (shortened(p50), shortened(p99), None)],
+        "y": [y for place in places for y in (place, place, None)],
         "line": {"color": "--line", "width": 3},
         "hoverinfo": "skip",
     }
@@ -261,7 +266,7 @@ def _waits(drawn: Sequence[SystemFigures], marks: Marks) -> Plot | None:
             "mode": "markers",
             "x": [shortened(pair[end]) for pair in ends],
             "y": places,
-            "customdata": told,
+            "customdata": texts,
             "hovertemplate": "%{customdata}<extra></extra>",
             "marker": {
                 "color": colours,
@@ -273,8 +278,8 @@ def _waits(drawn: Sequence[SystemFigures], marks: Marks) -> Plot | None:
         for end in (0, 1)
     ]
     labels = [f"{cells.number(p50, 2)} / {cells.number(p99, 2)}" for _, p50, p99 in rows]
-    across = log_axis("ms (filled: p50, open: p99)", [each for pair in ends for each in pair])
-    made = layout(across, names([cells.label(one) for one, _, _ in rows]), labels)
+    across = log_axis("ms (filled: p50, open: p99)", [wait_ms for pair in ends for wait_ms in pair])
+    made = layout(across, names([cells.label(system) for system, _, _ in rows]), labels)
     about = f"wait for a batch, p50 and p99, of {len(rows)} systems, ms"
     height = height_of(len(rows))
     heading = "wait for a batch"
@@ -295,16 +300,16 @@ def _over_time(
     """One line per system, for the round with the median speed."""
     lines = []
     # Dataplane is drawn last, so that it lies above the others.
-    for one in sorted(drawn, key=lambda one: one.is_ours):
-        points = points_of(one.typical or {})
-        mark = marks[one.result.name]
+    for system in sorted(drawn, key=lambda system: system.is_ours):
+        points = points_of(system.typical or {})
+        mark = marks[system.result.name]
         if points:
             lines.append(
                 {
                     "type": "scatter",
                     "mode": "lines",
-                    "name": escaped(one.result.title),
-                    "meta": one.result.name,
+                    "name": escaped(system.result.title),
+                    "meta": system.result.name,
                     "x": [shortened(at) for at, _ in points],
                     "y": [shortened(value) for _, value in points],
                     "line": {"color": mark.colour, "dash": mark.dash, "width": mark.width},
@@ -329,12 +334,12 @@ def _memories(trial: Mapping[str, Any]) -> Points:
     return _points(trial.get("memory"), 2**30)
 
 
-def _points(told: object, unit: float) -> Points:
+def _points(entries: object, unit: float) -> Points:
     """The first two numbers of each entry, as far as they are numbers."""
-    found = []
-    for entry in told if isinstance(told, Sequence) else ():
+    points = []
+    for entry in entries if isinstance(entries, Sequence) else ():
         if isinstance(entry, Sequence) and len(entry) >= 2:
             at, value = known(entry[0]), known(entry[1])
             if at is not None and value is not None:
-                found.append((at, value / unit))
-    return found
+                points.append((at, value / unit))
+    return points

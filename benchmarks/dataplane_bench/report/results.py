@@ -70,7 +70,7 @@ class SystemResult:
 
 @dataclass(frozen=True, slots=True)
 class HardwareBound:
-    """What the hardware allows in a case, measured in the same run: one figure per round."""
+    """A limit of the hardware in a case, measured in the same run: one figure per round."""
 
     name: str
     samples_per_s: tuple[float, ...]
@@ -123,7 +123,7 @@ class BenchReport:
 
 
 def write(report: BenchReport, path: Path) -> None:
-    """As JSON.   Raises:  ConfigError: the file cannot be written."""
+    """Write it as JSON.   Raises:  ConfigError: the file cannot be written."""
     try:
         path.write_text(to_json(report), encoding="utf-8")
     except OSError as error:

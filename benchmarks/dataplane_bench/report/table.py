@@ -50,7 +50,12 @@ def render(report: BenchReport, width: int) -> RenderableType:
 
 def said(text: str, style: str = "") -> Text:
     """Text without markup and without terminal control characters."""
-    return Text("".join(one if one.isprintable() or one == "\n" else " " for one in text), style)
+    return Text(
+        "".join(
+            character if character.isprintable() or character == "\n" else " " for character in text
+        ),
+        style,
+    )
 
 
 def _machine_line(report: BenchReport) -> Text:
@@ -59,23 +64,23 @@ def _machine_line(report: BenchReport) -> Text:
 
 def _widths(cases: Sequence[CaseFigures], width: int, gap: int) -> dict[str, int]:
     """One width per column over all cases, so that the columns align."""
-    found: dict[str, int] = {}
+    widths: dict[str, int] = {}
     for case in cases:
-        for one in cells.headings(case):
-            heading = max(len(word) for word in one.short.split())
-            texts = (len(one.cell(each)) for each in case.measured)
-            found[one.long] = max(heading, *texts, found.get(one.long, 0))
-    titles = [len(cells.label(one)) for case in cases for one in case.measured]
+        for column in cells.headings(case):
+            heading = max(len(word) for word in column.short.split())
+            texts = (len(column.cell(system)) for system in case.measured)
+            widths[column.long] = max(heading, *texts, widths.get(column.long, 0))
+    titles = [len(cells.label(column)) for case in cases for column in case.measured]
     most = max(
         (
-            sum(found[one.long] + gap for one in cells.headings(case))
+            sum(widths[column.long] + gap for column in cells.headings(case))
             for case in cases
             if case.measured
         ),
         default=0,
     )
     name = min(max(titles, default=1), _NAME_WIDTH_MAX, width - most)
-    return found | {"": max(name, _NAME_WIDTH_MIN)}
+    return widths | {"": max(name, _NAME_WIDTH_MIN)}
 
 
 def _case(case: CaseFigures, widths: dict[str, int], gap: int) -> Iterator[RenderableType]:
@@ -92,21 +97,21 @@ def _systems(case: CaseFigures, widths: dict[str, int], gap: int) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
     table.add_column("", width=widths[""], overflow="fold")
     columns = cells.headings(case)
-    for one in columns:
-        heading = one.short.replace(" ", "\n")
-        table.add_column(heading, width=widths[one.long], justify="right", no_wrap=True)
-    for each in case.measured:
-        style = "bold" if each.is_ours else "dim" if each.is_harness else ""
-        row = [_coloured(each, one.long, one.cell(each)) for one in columns]
-        table.add_row(said(cells.label(each)), *row, style=style)
+    for column in columns:
+        heading = column.short.replace(" ", "\n")
+        table.add_column(heading, width=widths[column.long], justify="right", no_wrap=True)
+    for system in case.measured:
+        style = "bold" if system.is_ours else "dim" if system.is_harness else ""
+        row = [_coloured(system, column.long, column.cell(system)) for column in columns]
+        table.add_row(said(cells.label(system)), *row, style=style)
     return table
 
 
-def _coloured(one: SystemFigures, column: str, cell: str) -> Text:
-    if column == "±" and one.is_noisy:
+def _coloured(system: SystemFigures, column: str, cell: str) -> Text:
+    if column == "±" and system.is_noisy:
         return said(cell, "yellow")
-    if column == "Dataplane is" and one.ratio is not None:
-        clear = "green" if one.ratio.low > 1 else "red" if one.ratio.high < 1 else ""
+    if column == "Dataplane is" and system.ratio is not None:
+        clear = "green" if system.ratio.low > 1 else "red" if system.ratio.high < 1 else ""
         return said(cell, clear)
     return said(cell)
 
@@ -122,19 +127,19 @@ def _hanging(name: str, text: str | Text) -> Table:
 
 def _sweeps(cases: Sequence[CaseFigures]) -> Iterator[RenderableType]:
     """Settings chosen and tried; systems without a choice are left out."""
-    found = notes.sweeps(cases)
-    if found:
+    sweeps = notes.sweeps(cases)
+    if sweeps:
         yield said("\nsettings: those that gave the most samples/s in a short sweep", "bold")
-    for system, choices in found:
-        for index, (of, told) in enumerate(choices):
-            yield _hanging("" if index else system, said(f"{of}: ", "dim cyan") + said(told))
+    for system, choices in sweeps:
+        for index, (of, choice) in enumerate(choices):
+            yield _hanging("" if index else system, said(f"{of}: ", "dim cyan") + said(choice))
 
 
 def _legend(cases: Sequence[CaseFigures]) -> Iterator[RenderableType]:
     yield said("how to read it", "bold")
     seen: dict[str, str] = {}
     for case in cases:
-        seen |= {one.short: one.meaning for one in cells.headings(case)}
+        seen |= {column.short: column.meaning for column in cells.headings(case)}
     for name, meaning in seen.items():
         yield _hanging(name, meaning)
 
@@ -142,8 +147,8 @@ def _legend(cases: Sequence[CaseFigures]) -> Iterator[RenderableType]:
 def _bounds(report: BenchReport) -> Iterator[RenderableType]:
     if report.bounds:
         yield said("what one core, or the server, can do, measured in the same rounds", "bold")
-        for name, told in notes.machine_bounds(report):
-            yield _hanging(name, told)
+        for name, figure in notes.machine_bounds(report):
+            yield _hanging(name, figure)
 
 
 def _summary(
@@ -172,7 +177,7 @@ def _summary(
 def markdown(report: BenchReport) -> str:
     """The same as Markdown, for a document."""
     cases = case_figures(report)
-    lines = [f"{notes.machine(report)}.", "", *(f"{one}" for one in notes.gist(cases)), ""]
+    lines = [f"{notes.machine(report)}.", "", *notes.gist(cases), ""]
     if warning := notes.busy(report):
         lines += [f"**{_plain(warning)}**", ""]
     lines += [*_markdown_rows(cells.SUMMARY, cells.summary(cases)), ""]
@@ -185,27 +190,30 @@ def markdown(report: BenchReport) -> str:
     if sweeps := list(_markdown_sweeps(cases)):
         lines += ["### Settings", "", *sweeps, ""]
     if report.missing:
-        told = (f"- {_plain(name)}: {_plain(why)}" for name, why in report.missing.items())
-        lines += ["### Took no part", "", *told, ""]
-    told = (f"- {_plain(name)}: {_plain(one)}" for name, one in notes.machine_bounds(report))
-    lines += ["### Machine and versions", "", *told]
-    lines += [f"- {_plain(one)}" for one in notes.versions(report)]
+        absent = (f"- {_plain(name)}: {_plain(why)}" for name, why in report.missing.items())
+        lines += ["### Took no part", "", *absent, ""]
+    limits = (f"{name}: {figure}" for name, figure in notes.machine_bounds(report))
+    facts = [*limits, *notes.versions(report)]
+    lines += ["### Machine and versions", "", *(f"- {_plain(fact)}" for fact in facts)]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def _markdown_case(case: CaseFigures) -> list[str]:
     columns = cells.headings(case, are_wide=True)
     rows = []
-    for each in case.measured:
-        row = [_plain(text) for text in (cells.label(each), *(one.cell(each) for one in columns))]
-        rows.append([f"**{text}**" if each.is_ours and text else text for text in row])
+    for system in case.measured:
+        row = [
+            _plain(text)
+            for text in (cells.label(system), *(column.cell(system) for column in columns))
+        ]
+        rows.append([f"**{text}**" if system.is_ours and text else text for text in row])
     remarks = [f"{name}: {why}" for name, why in notes.absent(case)] + notes.notes(case)
     return [
         f"**{_plain(cells.title(case))}**: {_plain(notes.about(case))}.",
         "",
-        *_markdown_rows(("system", *(one.long for one in columns)), rows, are_plain=True),
+        *_markdown_rows(("system", *(column.long for column in columns)), rows, are_plain=True),
         "",
-        *(f"- {_plain(one)}" for one in remarks),
+        *(f"- {_plain(column)}" for column in remarks),
         *([""] if remarks else []),
     ]
 
@@ -223,7 +231,7 @@ def _markdown_rows(
 def _markdown_sweeps(cases: Sequence[CaseFigures]) -> Iterator[str]:
     for system, choices in notes.sweeps(cases):
         yield f"- **{_plain(system)}**"
-        yield from (f"  - {_plain(of)}: {_plain(told)}" for of, told in choices)
+        yield from (f"  - {_plain(of)}: {_plain(choice)}" for of, choice in choices)
 
 
 def _plain(text: str) -> str:

@@ -70,7 +70,7 @@ class Sum:
         return f"{self._sum:016x}"
 
     def facts(self) -> dict[str, Any]:
-        """What else there is to say about the samples: nothing."""
+        """Other facts about the samples: none."""
         return {}
 
 
@@ -95,7 +95,7 @@ def _sample_count(batch: Batch, workload: Workload) -> int:
             raise BatchRefused(f"column {column.name} is missing; there are {sorted(batch)}")
     counts = {column.name: len(batch[column.name]) for column in workload.batch_columns}
     count = next(iter(counts.values()))
-    if any(one != count for one in counts.values()):
+    if any(other != count for other in counts.values()):
         raise BatchRefused(f"columns differ in length: {counts}")
     return count
 
@@ -111,9 +111,9 @@ def _check_values(batch: Batch, column: WorkloadColumn) -> int:
             array = _array(values, name, column.dtype)
             _check_padding(array, _lengths(batch, name), name)
         case ColumnType.STRING:
-            if not isinstance(values, list) or not all(isinstance(one, str) for one in values):
+            if not isinstance(values, list) or not all(isinstance(text, str) for text in values):
                 raise BatchRefused(f"{name}: not a list of str")
-            return sum(len(one.encode()) for one in values)
+            return sum(len(text.encode()) for text in values)
         case ColumnType.IMAGE:
             array = _array(values, name, "uint8")
             _check_shape(array, name, (CROP, CROP, 3))
@@ -139,12 +139,12 @@ def _check_colours(batch: Batch) -> None:
     from dataplane_bench.workloads import images
 
     pixels, labels = batch["image"].numpy(), batch["label"].numpy()
-    found = images.label_of_colour(pixels.mean(axis=(1, 2)))
-    wrong = np.flatnonzero(found != labels)
+    seen = images.label_of_colour(pixels.mean(axis=(1, 2)))
+    wrong = np.flatnonzero(seen != labels)
     if len(wrong):
         first = int(wrong[0])
         raise BatchRefused(
-            f"image: sample {int(batch['id'][first])} has the colour of label {found[first]}, and "
+            f"image: sample {int(batch['id'][first])} has the colour of label {seen[first]}, and "
             f"comes with label {labels[first]}; so do {len(wrong)} of {len(labels)}"
         )
 
@@ -160,10 +160,10 @@ def _array(values: Any, name: str, dtype: str) -> NDArray[Any]:
 
 
 def _lengths(batch: Batch, name: str) -> NDArray[np.int64]:
-    found = batch.get(f"{name}.length")
-    if found is None:
+    lengths = batch.get(f"{name}.length")
+    if lengths is None:
         raise BatchRefused(f"column {name}.length is missing; there are {sorted(batch)}")
-    return _array(found, f"{name}.length", "int64")
+    return _array(lengths, f"{name}.length", "int64")
 
 
 def _hashes(batch: Batch, column: WorkloadColumn) -> Words:
@@ -175,7 +175,7 @@ def _hashes(batch: Batch, column: WorkloadColumn) -> Words:
         case ColumnType.RAGGED:
             return _ragged_hashes(values.numpy(), _lengths(batch, column.name))
         case ColumnType.STRING:
-            return np.array([_text_hash(one) for one in values], np.uint64)
+            return np.array([_text_hash(text) for text in values], np.uint64)
         case ColumnType.IMAGE:
             return np.zeros(len(values), np.uint64)
 
@@ -256,7 +256,7 @@ class MixtureSum:
 
     @property
     def digest(self) -> str:
-        """Of no use here."""
+        """Samples are compared one by one instead."""
         return f"{0:016x}"
 
     def facts(self) -> dict[str, Any]:
@@ -265,10 +265,10 @@ class MixtureSum:
         bounds = np.cumsum([part.sample_count for part in parts])[:-1]
         seen = np.split(self._seen, bounds)
         shares = {
-            part.name: float(one.sum()) / self.sample_count
-            for part, one in zip(parts, seen, strict=True)
+            part.name: float(counts.sum()) / self.sample_count
+            for part, counts in zip(parts, seen, strict=True)
         }
-        again = [part.name for part, one in zip(parts, seen, strict=True) if np.ptp(one) > 1]
+        again = [part.name for part, counts in zip(parts, seen, strict=True) if np.ptp(counts) > 1]
         return {"shares": shares, "fault": self._fault(shares, again)}
 
     def _fault(self, shares: dict[str, float], again: list[str]) -> str:
@@ -313,7 +313,7 @@ class PackSum:
         self._token_count += len(words)
         self._document_count += len(starts)
         self.sample_count += len(tokens)
-        self.byte_count += sum(batch[one.name].nbytes for one in self._workload.batch_columns)
+        self.byte_count += sum(batch[column.name].nbytes for column in self._workload.batch_columns)
 
     @property
     def digest(self) -> str:

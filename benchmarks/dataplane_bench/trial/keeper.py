@@ -119,8 +119,8 @@ def _is_cleaner(pid: int) -> bool:
 def _ended(options: int) -> Iterator[tuple[int, int]]:
     """Wait for children that ended."""
     with contextlib.suppress(ChildProcessError):
-        while (found := os.waitpid(-1, options))[0]:
-            yield found
+        while (ended := os.waitpid(-1, options))[0]:
+            yield ended
 
 
 if __name__ == "__main__":

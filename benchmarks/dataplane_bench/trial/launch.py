@@ -75,7 +75,7 @@ class TrialProcess:
     is_silent: bool = False
     listener: threading.Thread | None = None
 
-    def tell(self, words: str) -> None:
+    def send(self, words: str) -> None:
         """Send; if the process is dead, the wait for its answer raises."""
         assert self.process.stdin is not None
         with contextlib.suppress(OSError, ValueError):
@@ -104,13 +104,13 @@ class Members:
         member.listener = threading.Thread(target=self._listen, args=(member,), name="trial")
         member.listener.daemon = True
         member.listener.start()
-        member.tell(wire.line({"do": order, "task": task}).strip())
+        member.send(wire.line({"do": order, "task": task}).strip())
         return member
 
     def hear(self, members: Sequence[TrialProcess]) -> list[dict[str, Any]]:
         """The next answer of each.   Raises:  TrialFailed: one fails, or all take too long."""
         if not self.await_words(members, self._timeout_s):
-            late = next(one for one in members if not one.said)
+            late = next(member for member in members if not member.said)
             raise self._failed(late, f"no answer within {self._timeout_s:g} s")
         return [member.said.popleft() for member in members]
 
@@ -131,11 +131,11 @@ class Members:
     def end(self, members: Sequence[TrialProcess]) -> None:
         """Have them close what they opened, and leave.   Raises:  TrialFailed: they cannot."""
         for member in members:
-            member.tell("end")
+            member.send("end")
         self.hear(members)
         # Ranks may share what one of them has started, so all close before the first one leaves.
         for member in members:
-            member.tell("leave")
+            member.send("leave")
         deadline = time.monotonic() + EXIT_TIMEOUT_S
         for member in members:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -167,7 +167,7 @@ class Members:
                 self._members.remove(member)
 
     def cpu_s(self) -> float:
-        """What all that run have used so far."""
+        """CPU seconds that all running members have used so far."""
         return watch.cpu_s([member.process.pid for member in self._members])
 
     def memory(self) -> list[list[float]]:
@@ -297,31 +297,31 @@ def run_trial(
         trial.start()
         match case.mode:
             case Mode.STEADY:
-                found = _steady(trial, case, workload, timing)
+                result = _steady(trial, case, workload, timing)
             case Mode.RESUME:
                 trial.open()
                 trial.hear()
                 trial.end()
                 trial.start()
                 trial.open()
-                found = together(trial.hear())
+                result = together(trial.hear())
             case Mode.RESTART:
                 trial.open()
                 trial.hear()
                 processes.pause(case.pause_s)
                 before = trial.spent()
-                trial.tell("again")
-                found = together(trial.hear())
-                found |= _cost(found, before, trial.spent())
+                trial.send("again")
+                result = together(trial.hear())
+                result |= _cost(result, before, trial.spent())
             case Mode.VERIFY:
                 trial.open()
-                found = _added(trial.hear())
+                result = _added(trial.hear())
             case Mode.FIRST | Mode.EPOCH:
-                found = _pass(trial, case, timing)
-        found["memory"] = trial.members.memory()
-        found["memory_peak"] = max(point[1] for point in found["memory"])
+                result = _pass(trial, case, timing)
+        result["memory"] = trial.members.memory()
+        result["memory_peak"] = max(point[1] for point in result["memory"])
         trial.end()
-        return found
+        return result
 
 
 def run_order(
@@ -331,9 +331,9 @@ def run_order(
     timing, case = Timing(timeout_s=timeout_s), dataclasses.replace(case, cold=True)
     with _started(who, case, workload, timing, folder) as trial:
         trial.start(order, count=1)
-        found = trial.hear()[0]
+        answer = trial.hear()[0]
         trial.end()
-        return found
+        return answer
 
 
 class _Trial:
@@ -354,10 +354,10 @@ class _Trial:
 
     def spent(self) -> dict[str, float]:
         """CPU seconds so far: of the trial's processes, and of the server that they read from."""
-        found = {"cpu_s": self.members.cpu_s()}
+        seconds = {"cpu_s": self.members.cpu_s()}
         if self.server_cpu_s is not None:
-            found["server_cpu_s"] = self.server_cpu_s()
-        return found
+            seconds["server_cpu_s"] = self.server_cpu_s()
+        return seconds
 
     def serve(self) -> None:
         """Start the system's daemon."""
@@ -376,16 +376,16 @@ class _Trial:
 
     def open(self) -> None:
         """Have all open their loaders, at the same time."""
-        self.tell("open")
+        self.send("open")
 
     def stop_after(self, seconds: float) -> None:
         """Tell all to stop, unless each of them has answered within this time."""
         if not self.members.await_words(self._ranks, seconds):
-            self.tell("stop")
+            self.send("stop")
 
-    def tell(self, words: str) -> None:
+    def send(self, words: str) -> None:
         for member in self._ranks:
-            member.tell(words)
+            member.send(words)
 
     def hear(self) -> list[dict[str, Any]]:
         """The next answer of each."""
@@ -446,12 +446,12 @@ def _short_folder() -> Path:
 def _steady(trial: _Trial, case: BenchCase, workload: Workload, timing: Timing) -> dict[str, Any]:
     trial.open()
     first = max(said["first_batch_s"] for said in trial.hear())
-    found = _window(trial, case.step_ms, timing.settle_s, timing.window_s)
-    found |= {"first_batch_s": first, "step_ms": case.step_ms, "stall_share": found["wait_share"]}
+    result = _window(trial, case.step_ms, timing.settle_s, timing.window_s)
+    result |= {"first_batch_s": first, "step_ms": case.step_ms, "stall_share": result["wait_share"]}
     if not case.step_ms and timing.stall_window_s:
         stalled = _window(trial, workload.step_ms, timing.settle_s / 2, timing.stall_window_s)
-        found |= {"step_ms": workload.step_ms, "stall_share": stalled["wait_share"]}
-    return found
+        result |= {"step_ms": workload.step_ms, "stall_share": stalled["wait_share"]}
+    return result
 
 
 def _pass(trial: _Trial, case: BenchCase, timing: Timing) -> dict[str, Any]:
@@ -461,67 +461,69 @@ def _pass(trial: _Trial, case: BenchCase, timing: Timing) -> dict[str, Any]:
     if case.epoch:
         first = {"first_batch_s": max(said["first_batch_s"] for said in trial.hear())}
         before = trial.spent()
-        trial.tell("go")
+        trial.send("go")
     if case.mode is Mode.EPOCH:
         trial.stop_after(timing.epoch_s)
-    found = together(trial.hear()) | first
-    return found | _cost(found, before, trial.spent())
+    result = together(trial.hear()) | first
+    return result | _cost(result, before, trial.spent())
 
 
 def _window(trial: _Trial, step_ms: float, settle_s: float, window_s: float) -> dict[str, Any]:
-    trial.tell(f"go {step_ms}")
+    trial.send(f"go {step_ms}")
     processes.pause(settle_s)
     before, start = trial.spent(), time.monotonic()
     processes.pause(window_s)
     end, after = time.monotonic(), trial.spent()
-    trial.tell(f"stop {start!r} {end!r}")
-    found = together(trial.hear())
-    return found | _cost(found, before, after)
+    trial.send(f"stop {start!r} {end!r}")
+    result = together(trial.hear())
+    return result | _cost(result, before, after)
 
 
-def together(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What several processes saw at the same time: counts and rates are sums, shares are means,
-    waits are those of whoever waited longest, and the time is from the first start to the last end.
+def together(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge what several processes saw at the same time: counts and rates are sums, shares means,
+    waits those of whoever waited longest, and the time is from the first start to the last end.
     """
-    found = dict(told[0])
+    total = dict(answers[0])
     for name in ("sample_count", "batch_count"):
-        if name in found:
-            found[name] = sum(one[name] for one in told)
+        if name in total:
+            total[name] = sum(answer[name] for answer in answers)
     for name in ("first_batch_s", "wait_p50_ms", "wait_p99_ms"):
-        if name in found:
-            found[name] = max(one[name] for one in told)
+        if name in total:
+            total[name] = max(answer[name] for answer in answers)
     for name in ("wait_share", "trainer_cpu_share"):
-        if name in found:
-            found[name] = sum(one[name] for one in told) / len(told)
-    if "timeline" in found:
-        rows = itertools.zip_longest(*(one["timeline"] for one in told))
+        if name in total:
+            total[name] = sum(answer[name] for answer in answers) / len(answers)
+    if "timeline" in total:
+        rows = itertools.zip_longest(*(answer["timeline"] for answer in answers))
         points = [[point for point in row if point is not None] for row in rows]
-        found["timeline"] = [
+        total["timeline"] = [
             [max(at for at, _ in row), round(sum(rate for _, rate in row), 1)] for row in points
         ]
-    if "seconds" in found:
-        found["start"] = min(one["start"] for one in told)
-        found["seconds"] = max(one["start"] + one["seconds"] for one in told) - found["start"]
-        found["samples_per_s"] = found["sample_count"] / found["seconds"]
-    return found
+    if "seconds" in total:
+        total["start"] = min(answer["start"] for answer in answers)
+        total["seconds"] = (
+            max(answer["start"] + answer["seconds"] for answer in answers) - total["start"]
+        )
+        total["samples_per_s"] = total["sample_count"] / total["seconds"]
+    return total
 
 
-def _added(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What several processes read of one epoch."""
+def _added(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge what several processes read of one epoch."""
     return {
-        "digest": f"{sum(int(one['digest'], 16) for one in told) % (1 << 64):016x}",
-        "sample_count": sum(one["sample_count"] for one in told),
-        "byte_count": sum(one["byte_count"] for one in told),
-        "facts": told[0]["facts"],
+        "digest": f"{sum(int(answer['digest'], 16) for answer in answers) % (1 << 64):016x}",
+        "sample_count": sum(answer["sample_count"] for answer in answers),
+        "byte_count": sum(answer["byte_count"] for answer in answers),
+        "facts": answers[0]["facts"],
     }
 
 
 def _cost(
-    found: Mapping[str, Any], before: Mapping[str, float], after: Mapping[str, float]
+    result: Mapping[str, Any], before: Mapping[str, float], after: Mapping[str, float]
 ) -> dict[str, Any]:
-    """What each of them cost, and the same for a million samples."""
+    """The cost between two readings, and the same for a million samples."""
     cost = {name: after[name] - before[name] for name in after}
-    samples = found.get("sample_count")
+    samples = result.get("sample_count")
     if samples:
         cost |= {f"{name}_per_million": spent / samples * 1e6 for name, spent in cost.items()}
     return cost

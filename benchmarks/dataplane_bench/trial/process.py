@@ -95,7 +95,7 @@ class Loop:
         return self.window(began, self._ends[-1]) | {"first_batch_s": self._ends[0] - began}
 
     def window(self, start: float, end: float) -> dict[str, Any]:
-        """What happened between two moments. A batch that was on its way at an edge counts in part.
+        """Figures of the time between two moments. A batch on its way at an edge counts in part.
 
         Shapes:  timeline: [s since start, samples/s] of every BIN_S; the last one may be longer or
         shorter by half of that.

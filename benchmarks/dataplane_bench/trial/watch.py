@@ -1,4 +1,4 @@
-"""What the processes of a trial cost: CPU time and memory of whole process trees, from outside.
+"""The cost of a trial's processes: CPU time and memory of whole process trees, from outside.
 
 The root of each tree is its keeper, to which all come that lose their parent, so nothing leaves
 the tree. CPU time of a tree is that of its processes and of those that they have waited for.
@@ -26,12 +26,12 @@ def cpu_s(roots: Sequence[int]) -> float:
 
     A process that ends while we look counts twice or not at all; then we look again.
     """
-    found = tree(roots)
+    ticks = tree(roots)
     for _ in range(_LOOKS_MAX):
-        before, found = found, tree(roots)
-        if before.keys() == found.keys():
+        before, ticks = ticks, tree(roots)
+        if before.keys() == ticks.keys():
             break
-    return sum(found.values()) / _TICKS_PER_S
+    return sum(ticks.values()) / _TICKS_PER_S
 
 
 def memory(roots: Sequence[int]) -> tuple[int, int]:
@@ -63,14 +63,14 @@ def tree(roots: Sequence[int]) -> Mapping[int, int]:
             # Fields 4 (parent) and 14 to 17 (utime, stime, cutime, cstime); field 3 is our first.
             ticks[pid] = sum(map(int, fields[11:15]))
             children.setdefault(int(fields[1]), []).append(pid)
-    found: dict[int, int] = {}
+    in_tree: dict[int, int] = {}
     waiting = list(roots)
     while waiting:
         pid = waiting.pop()
-        if pid in ticks and pid not in found:
-            found[pid] = ticks[pid]
+        if pid in ticks and pid not in in_tree:
+            in_tree[pid] = ticks[pid]
             waiting += children.get(pid, ())
-    return found
+    return in_tree
 
 
 def _stat(pid: str) -> list[str]:
@@ -106,7 +106,7 @@ class MemoryWatch:
         self.seen.append((time.monotonic(), *self.look(self._roots)))
 
     def forget(self, root: int) -> None:
-        """It has ended: the kernel may reuse its process id."""
+        """Stop sampling a tree that has ended: the kernel may reuse its process id."""
         self._roots = tuple(pid for pid in self._roots if pid != root)
 
     def close(self) -> None:

@@ -27,23 +27,25 @@ class About:
 
 def write_about(about: About, folder: Path) -> None:
     """Into the folder that holds `source` and `shards`."""
-    told = {
-        "columns": [[one.name, one.kind, one.dtype, one.shape] for one in about.columns],
+    fields = {
+        "columns": [
+            [column.name, column.kind, column.dtype, column.shape] for column in about.columns
+        ],
         "leaves": about.leaves,
         "sample_count": about.sample_count,
         "notes": about.notes,
     }
-    (folder / _NAME).write_text(json.dumps(told), encoding="utf-8")
+    (folder / _NAME).write_text(json.dumps(fields), encoding="utf-8")
 
 
 def read_about(folder: Path) -> About:
     """As `write_about` wrote it."""
-    told = json.loads((folder / _NAME).read_text(encoding="utf-8"))
+    fields = json.loads((folder / _NAME).read_text(encoding="utf-8"))
     columns = tuple(
         WorkloadColumn(name, ColumnType(kind), dtype, tuple(shape))
-        for name, kind, dtype, shape in told["columns"]
+        for name, kind, dtype, shape in fields["columns"]
     )
-    return About(columns, tuple(told["leaves"]), told["sample_count"], tuple(told["notes"]))
+    return About(columns, tuple(fields["leaves"]), fields["sample_count"], tuple(fields["notes"]))
 
 
 def leaves(workload: Workload) -> dict[str, str]:
@@ -60,14 +62,17 @@ def shared_names(leaves: Sequence[str]) -> list[str]:
     """The names of columns that are Dataplane's `leaves`: every loader can take them, as part of
     a file's name, as a key, as an identifier; no two are the same.
     """
-    found: list[str] = []
+    names: list[str] = []
     for leaf in leaves:
-        plain = "".join(one if one.isascii() and one.isalnum() else " " for one in leaf.lower())
+        plain = "".join(
+            character if character.isascii() and character.isalnum() else " "
+            for character in leaf.lower()
+        )
         name = "_".join(plain.split()) or "column"
         if not name[0].isalpha():
             name = f"column_{name}"
         number, first = 2, name
-        while name in found:
+        while name in names:
             name, number = f"{first}_{number}", number + 1
-        found.append(name)
-    return found
+        names.append(name)
+    return names

@@ -314,11 +314,11 @@ def _write_words(folder: Path, count: int) -> None:
 
 def _random_words(random: np.random.Generator) -> NDArray[np.object_]:
     """Made of one to four syllables, each once. The shortest come first: they are frequent."""
-    found: dict[str, None] = {}
-    while len(found) < _WORDS:
+    words: dict[str, None] = {}
+    while len(words) < _WORDS:
         parts = random.integers(0, len(_SYLLABLES), random.integers(1, 5))
-        found["".join(_SYLLABLES[part] for part in parts)] = None
-    return np.array(sorted(found, key=len), dtype=object)
+        words["".join(_SYLLABLES[part] for part in parts)] = None
+    return np.array(sorted(words, key=len), dtype=object)
 
 
 def _random_texts(

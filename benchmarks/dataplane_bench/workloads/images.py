@@ -127,7 +127,7 @@ def _textures(random: np.random.Generator, deviation: float) -> NDArray[np.int16
     frequency = np.hypot(down, right)
     frequency[0, 0] = 1.0
     short = frequency >= 1 / _PERIOD_MAX
-    found = np.empty((_TEXTURE_COUNT, side, side), np.int16)
+    textures = np.empty((_TEXTURE_COUNT, side, side), np.int16)
     for index in range(_TEXTURE_COUNT):
         fine = np.fft.rfft2(random.standard_normal((side, side))) * short / frequency
         coarse = np.fft.rfft2(random.standard_normal((side, side))) * ~short / frequency
@@ -140,5 +140,5 @@ def _textures(random: np.random.Generator, deviation: float) -> NDArray[np.int16
         texture *= deviation * (0.5 + index / (_TEXTURE_COUNT - 1)) / texture.std()
         peak = _PEAK * deviation / (_LUMA + _CHROMA)
         # Bent, not cut: the larger, the more, and alike on both sides, so that the mean stays 0.
-        found[index] = np.rint(peak * np.tanh(texture / peak))
-    return found
+        textures[index] = np.rint(peak * np.tanh(texture / peak))
+    return textures

@@ -40,8 +40,8 @@ def serve(listening: socket.socket, port: int, delay_s: float) -> None:
         except OSError:
             client.close()
             continue
-        for one in (client, server):
-            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for side in (client, server):
+            side.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         threading.Thread(target=_connection, args=(client, server, delay_s), daemon=True).start()
 
 
@@ -63,9 +63,9 @@ def _quietly(
         work(source, target)
         target.shutdown(socket.SHUT_WR)
     except OSError:
-        for one in (source, target):
+        for side in (source, target):
             with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
+                side.shutdown(socket.SHUT_RDWR)
 
 
 def _delay(source: socket.socket, target: socket.socket, delay_s: float) -> None:

@@ -57,7 +57,7 @@ class _Column:
 
     @property
     def name(self) -> str:
-        """What Dataplane calls it."""
+        """Dataplane's name for it."""
         return self.leaf.specs[0].name
 
     @property
@@ -83,14 +83,14 @@ def write_source(manifest: Manifest, folder: Path) -> About:
         unfit = _write_usable(manifest, chosen, folder)
         if not unfit:
             return About(
-                tuple(one.column for one in chosen),
-                tuple(one.name for one in chosen),
+                tuple(usable.column for usable in chosen),
+                tuple(usable.name for usable in chosen),
                 manifest.sample_count,
                 tuple(notes),
             )
         # Rare: a column turned out to have nulls only while it was written.
         notes += [_note(leaf, why) for leaf, why in unfit.items()]
-        chosen = [one for one in chosen if one.name not in unfit]
+        chosen = [usable for usable in chosen if usable.name not in unfit]
         for path in folder.glob("*.parquet"):
             path.unlink()
     raise ConfigError("no column of these samples suits every loader: " + "; ".join(notes))
@@ -100,7 +100,7 @@ def _usable(manifest: Manifest) -> tuple[list[_Column], list[str]]:
     schema = schema_of(manifest)
     plan = plan_columns(schema, ColumnOptions(lists=ListPolicy.RAGGED))
     first = read_block(manifest, 0, schema, plan.top_level)
-    found: list[_Column] = []
+    chosen: list[_Column] = []
     notes: list[str] = []
     names = shared_names([spec.name for spec in plan.specs])
     for index, (spec, name) in enumerate(zip(plan.specs, names, strict=True)):
@@ -110,8 +110,8 @@ def _usable(manifest: Manifest) -> tuple[list[_Column], list[str]]:
         except _Unfit as error:
             notes.append(_note(spec.name, str(error)))
         else:
-            found.append(_Column(column, leaf))
-    return found, notes
+            chosen.append(_Column(column, leaf))
+    return chosen, notes
 
 
 def _note(leaf: str, why: str) -> str:
@@ -139,7 +139,7 @@ def _column(name: str, spec: ColumnSpec, leaf: ColumnPlan, first: pa.RecordBatch
 
 def _write_usable(manifest: Manifest, chosen: Sequence[_Column], folder: Path) -> dict[str, str]:
     """The source shards; or columns that are not usable after all, by leaf, and why."""
-    schema = pa.schema([one.field for one in chosen])
+    schema = pa.schema([usable.field for usable in chosen])
     total = int(manifest.block_decoded.sum())
     shard_count = max(SHARD_COUNT, total // _SHARD_BYTES)
     shard_rows = max(-(-manifest.sample_count // shard_count), 1)
@@ -150,7 +150,7 @@ def _write_usable(manifest: Manifest, chosen: Sequence[_Column], folder: Path) -
         if isinstance(batch, dict):
             return batch
         rows.append(batch)
-        while (held := sum(len(one) for one in rows)) >= shard_rows:
+        while (held := sum(len(piece) for piece in rows)) >= shard_rows:
             table = pa.Table.from_batches(rows, schema)
             _write_shard(table.slice(0, shard_rows), folder, shard, group_rows)
             rows = table.slice(shard_rows).to_batches() if held > shard_rows else []
@@ -169,27 +169,27 @@ def _batches(
 ) -> Iterator[pa.RecordBatch | dict[str, str]]:
     """Block after block; or a block's unfit columns."""
     whole = schema_of(manifest)
-    top_level = tuple(dict.fromkeys(one.leaf.top_level[0] for one in chosen))
+    top_level = tuple(dict.fromkeys(usable.leaf.top_level[0] for usable in chosen))
     for block in range(manifest.block_count):
         read = read_block(manifest, block, whole, top_level)
         url = manifest.shards[int(manifest.block_shard[block])].url
         arrays, unfit = [], {}
-        for one in chosen:
+        for usable in chosen:
             try:
-                arrays.append(_values(one, read, url))
+                arrays.append(_values(usable, read, url))
             except _Unfit as error:
-                unfit[one.name] = str(error)
+                unfit[usable.name] = str(error)
         yield unfit or pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
-def _values(one: _Column, read: pa.RecordBatch, url: str) -> pa.Array:
+def _values(usable: _Column, read: pa.RecordBatch, url: str) -> pa.Array:
     """Raises:  _Unfit."""
     try:
-        values = canonical(read, one.leaf, url).column(0)
+        values = canonical(read, usable.leaf, url).column(0)
     except ConfigError as error:
         raise _Unfit("it has nulls, which tensors of whole numbers have not") from error
-    _check(one.column, values)
-    return values.cast(_stored_type(one.column))
+    _check(usable.column, values)
+    return values.cast(_stored_type(usable.column))
 
 
 def _check(column: WorkloadColumn, values: pa.Array) -> None:
@@ -255,7 +255,7 @@ def own(
     about = read_about(folder)
     columns, count, notes = about.columns, about.sample_count, about.notes
     if len(taken) < len(listed):
-        sizes = [sum(one.size_bytes for one in some) / (1 << 20) for some in (taken, listed)]
+        sizes = [sum(shard.size_bytes for shard in some) / (1 << 20) for some in (taken, listed)]
         first = (
             f"of {len(listed):,} shards ({sizes[1]:,.0f} MiB), the first {len(taken):,} are "
             f"compared ({sizes[0]:,.0f} MiB)"
@@ -280,24 +280,24 @@ def _shards(urls: Sequence[str]) -> tuple[Format, list[ObjectInfo]]:
     names = [normalise(url) for url in urls]
     if len(names) == 1 and names[0].endswith(suffixes.MANIFEST):
         manifest = index_dataset(names)
-        listed = [ObjectInfo(one.url, one.size_bytes, one.etag) for one in manifest.shards]
+        listed = [ObjectInfo(shard.url, shard.size_bytes, shard.etag) for shard in manifest.shards]
         return registry.by_name(manifest.format), listed
     return choose_shards(expand(names, connect), names, "", connect)
 
 
 def _first(listed: Sequence[ObjectInfo], byte_limit: int) -> list[ObjectInfo]:
     taken, size = list(listed[:1]), listed[0].size_bytes
-    for one in listed[1:]:
-        size += one.size_bytes
+    for shard in listed[1:]:
+        size += shard.size_bytes
         if size > byte_limit:
             break
-        taken.append(one)
+        taken.append(shard)
     return taken
 
 
 def _fingerprint(chosen: Format, taken: Sequence[ObjectInfo]) -> str:
-    told = [VERSION, chosen.name, [[one.url, one.size_bytes, one.etag] for one in taken]]
-    return "own-" + hashlib.blake2b(json.dumps(told).encode(), digest_size=8).hexdigest()
+    content = [VERSION, chosen.name, [[shard.url, shard.size_bytes, shard.etag] for shard in taken]]
+    return "own-" + hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest()
 
 
 def _make(chosen: Format, taken: Sequence[ObjectInfo], folder: Path) -> None:
@@ -325,10 +325,10 @@ def _blaming(taken: Sequence[ObjectInfo], copies: Sequence[Path]) -> Iterator[No
         yield
     except DataplaneError as error:
         message, nouns = str(error), dict(error.nouns)
-        for one, copy in zip(taken, copies, strict=True):
-            message = message.replace(f"file://{copy}", one.url)
+        for shard, copy in zip(taken, copies, strict=True):
+            message = message.replace(f"file://{copy}", shard.url)
             if nouns.get("shard") == f"file://{copy}":
-                nouns["shard"] = one.url
+                nouns["shard"] = shard.url
         raise rebuild(type(error).__name__, message, nouns) from error
 
 
@@ -336,19 +336,19 @@ def _copied(chosen: Format, taken: Sequence[ObjectInfo], folder: Path) -> list[P
     folder.mkdir()
 
     def copy(index: int) -> Path:
-        one = taken[index]
-        name = f"{index:05d}-{Path(one.url).name}"
+        shard = taken[index]
+        name = f"{index:05d}-{Path(shard.url).name}"
         if registry.format_of_url(name) != chosen:
             name += chosen.suffixes[-1]  # a manifest knows the format, whatever the names
         with (folder / name).open("wb") as copied:
-            for piece in connect(one.url).stream(one.url, one.etag):
+            for piece in connect(shard.url).stream(shard.url, shard.etag):
                 copied.write(piece)
-            if copied.tell() != one.size_bytes:
+            if copied.tell() != shard.size_bytes:
                 raise TruncatedRead(
-                    f"{one.url} has {one.size_bytes} bytes, and {copied.tell()} came",
-                    shard=one.url,
+                    f"{shard.url} has {shard.size_bytes} bytes, and {copied.tell()} came",
+                    shard=shard.url,
                     offset=0,
-                    expected=one.size_bytes,
+                    expected=shard.size_bytes,
                     found=copied.tell(),
                 )
         return folder / name
