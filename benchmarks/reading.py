@@ -68,7 +68,7 @@ def shard(table: pa.Table, form: str, block_rows: int) -> bytes:
 
 
 def measured(storage: Storage, cache: str, *arguments: str) -> dict[str, float]:
-    """The figures that a hidden command of this script prints, and the server's CPU seconds meanwhile."""
+    """The output of a hidden command of this script, and the server's CPU seconds meanwhile."""
     environment = {**os.environ, "DATAPLANE_CACHE_DIR": cache}
     before = storage.cpu_s()
     done = subprocess.run(
@@ -532,7 +532,7 @@ def peers(
     samples: int = 4096,
     rounds: int = 3,
 ) -> Iterator[Row]:
-    """The cost of tensor-parallel peers for a node: processor time for ranks that read the same batches.
+    """The processor time that ranks cost a node which read the same batches: tensor-parallel peers.
 
     Two epochs of photographs with random resized crops, or of token lists: by one rank, and by --tp
     processes that are ranks of one dp rank. CPU seconds of the node and of its workers in each

@@ -35,9 +35,10 @@ from dataplane_bench.model import (
     DatasetPlace,
     StorageKind,
     Workload,
+    from_plain,
+    json_line,
 )
 from dataplane_bench.peers.tokenising import THREADS, tokenising
-from dataplane_bench.trial import wire
 from dataplane_bench.trial.launch import TrialFailed
 
 COMMAND = ("-m", "dataplane_bench.bounds")
@@ -101,7 +102,7 @@ def measure(
     A separate process measures, so that no other memory or threads interfere.
     Raises:  TrialFailed: it failed, or took too long.
     """
-    order = wire.line({"names": names, "workload": workload, "place": place, "seconds": seconds})
+    order = json_line({"names": names, "workload": workload, "place": place, "seconds": seconds})
     kept = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     trusted = place.trust() if place else {}
     try:
@@ -427,13 +428,7 @@ def _draws(size: int, count: int) -> Iterator[NDArray[np.int64]]:
 def main() -> None:
     """Read the order, measure, write the results."""
     order = json.loads(sys.stdin.readline())
-    place_fields = order["place"]
-    place = (
-        DatasetPlace(**{**place_fields, "folder": Path(place_fields["folder"])})
-        if place_fields
-        else None
-    )
-    subject = Subject(wire.workload_of(order["workload"]), place, order["seconds"])
+    subject = from_plain(Subject, order)
     rates = {name: MEASURES[name](subject) for name in order["names"]}
     sys.stdout.write(json.dumps(rates) + "\n")
 

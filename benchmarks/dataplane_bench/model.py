@@ -11,18 +11,21 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 
+T = TypeVar("T")
 CROP = 224
 """Height and width of an image in a batch, pixels."""
 
 
-TOKENIZER = "tokenizer.json"
+TOKENIZER, ABOUT = "tokenizer.json", "about.json"
 
 
 class ColumnType(enum.StrEnum):
@@ -263,3 +266,55 @@ class TrialTask:
     seed: int = 1
     service: str = ""
     group: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """Facts about a user's samples, kept beside the shards that were made of them. `leaves` maps
+    each column to Dataplane's name for it; `notes` list what was left out.
+    """
+
+    columns: tuple[WorkloadColumn, ...]
+    leaves: tuple[str, ...]
+    sample_count: int
+    notes: tuple[str, ...]
+
+    def write(self, folder: Path) -> None:
+        """Write it into the folder that holds `source` and `shards`."""
+        (folder / ABOUT).write_text(json_line(self), encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> About:
+        return from_plain(cls, json.loads((folder / ABOUT).read_text(encoding="utf-8")))
+
+
+def leaves(workload: Workload) -> dict[str, str]:
+    """Each column, and what Dataplane calls it: a struct's field, or a name that no file can have,
+    is called otherwise for all others ("image.bytes" is "image_bytes").
+    """
+    if not workload.urls:
+        return {column.name: column.name for column in workload.columns}
+    about = About.read(workload.source.parent)
+    return dict(zip((column.name for column in about.columns), about.leaves, strict=True))
+
+
+def json_line(value: object) -> str:
+    """One line of JSON, with its end. Values of this module and paths are written as they are."""
+    return json.dumps(value, default=_plain) + "\n"
+
+
+def _plain(value: object) -> object:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"not JSON: {value!r}")
+
+
+def from_plain(kind: type[T], plain: object) -> T:
+    """A value of this type from JSON that `json_line` wrote. Fields that it does not know, which a
+    newer version may have added, are ignored.
+
+    Raises:  msgspec.ValidationError: the JSON is of another type; says where.
+    """
+    return msgspec.convert(plain, kind, dec_hook=lambda path, text: path(text))

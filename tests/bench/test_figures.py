@@ -267,12 +267,12 @@ def test_what_json_cannot_say_is_unknown_after_reading(tmp_path):
         ("", "not a report"),
         ("[]", "not a report"),
         ('"text"', "not a report"),
-        ("{}", "no created"),
-        ('{"version": 1}', "no created"),
+        ("{}", "missing required field `created`"),
+        ('{"version": 1}', "missing required field `created`"),
         ('{"version": 99}', "version 99"),
         ("\xff\xfe", "not a report"),
         ("[" * 100_000, "not a report"),
-        ('{"created": 3}', "report.created is int"),
+        ('{"created": 3}', r"got `int` - at `\$\.created`"),
     ],
 )
 def test_a_wrong_file_is_an_error_that_says_what_is_wrong(text, told, tmp_path):

@@ -14,11 +14,10 @@ import pyarrow.ipc
 import pyarrow.parquet as pq
 import pytest
 import torch
-from dataplane_bench.model import CROP, ColumnType, Workload, WorkloadColumn
+from dataplane_bench.model import CROP, ColumnType, Workload, WorkloadColumn, leaves
 from dataplane_bench.trial.checksum import BatchRefused, Sum, check
 from dataplane_bench.workloads import images
-from dataplane_bench.workloads.about import leaves, shared_names
-from dataplane_bench.workloads.own import own
+from dataplane_bench.workloads.own import own, shared_names
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from servers import reach

@@ -24,9 +24,11 @@ from dataplane_bench.model import (
     TrialTask,
     Workload,
     WorkloadColumn,
+    from_plain,
+    json_line,
 )
 from dataplane_bench.peers.base import SYSTEMS, adapter, folder_of
-from dataplane_bench.trial import launch, process, wire
+from dataplane_bench.trial import launch, process
 from dataplane_bench.trial.launch import Contestant, Timing, TrialFailed, run_order, run_trial
 
 from dataplane.model.errors import ConfigError
@@ -327,10 +329,10 @@ def test_a_loader_receives_no_settings_or_credentials_of_the_user(trial, tmp_pat
 HARNESS = """
 import json, sys
 from pathlib import Path
-from dataplane_bench.model import BenchCase, DatasetPlace, Mode
-from dataplane_bench.trial import launch, process, wire
+from dataplane_bench.model import BenchCase, DatasetPlace, Mode, Workload, from_plain
+from dataplane_bench.trial import launch, process
 from dataplane_bench.trial.launch import Contestant, Timing, run_trial
-workload, journal, folder = wire.workload_of(json.loads(sys.argv[1])), sys.argv[2], Path(sys.argv[3])
+workload, journal, folder = from_plain(Workload, json.loads(sys.argv[1])), sys.argv[2], Path(sys.argv[3])
 settings = {"does": sys.argv[4], "journal": journal}
 who = Contestant("bench_loaders:Loader", sys.executable, DatasetPlace(folder, "x"), settings)
 case = BenchCase("try", "mine", Mode.STEADY, ranks=2)
@@ -351,7 +353,7 @@ run_trial(who, case, workload, Timing(window_s=100.0), folder)
 )
 def test_nothing_outlives_the_harness(workload, tmp_path, number, does):
     journal = tmp_path / "journal"
-    told = json.dumps(json.loads(wire.line(workload)))
+    told = json_line(workload).strip()
     harness = subprocess.Popen(
         [sys.executable, "-c", HARNESS, told, journal, tmp_path, does],
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
@@ -388,7 +390,7 @@ def test_a_task_goes_over_the_wire_and_back(tmp_path, workload):
         *(own, DatasetPlace(tmp_path, "url", "http://x", "a", "b"), {"a": 1}, tmp_path, "token"),
         *(1, 2, 3, "service"),
     )
-    assert wire.task_of(json.loads(wire.line(task))) == task
+    assert from_plain(TrialTask, json.loads(json_line(task))) == task
 
 
 def test_a_loader_of_a_user_is_found_by_module_and_class(tmp_path, monkeypatch):

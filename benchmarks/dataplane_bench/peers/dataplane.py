@@ -19,6 +19,7 @@ from dataplane_bench.model import (
     Settings,
     TrialTask,
     Workload,
+    leaves,
 )
 from dataplane_bench.peers import tokenising
 from dataplane_bench.peers.base import Batch, Loader
@@ -107,8 +108,6 @@ class Dataplane:
 class _Opened:
     def __init__(self, task: TrialTask) -> None:
         from dataplane_torch import DataLoader
-
-        from dataplane_bench.workloads.about import leaves
 
         # Dataplane's name of a column of a user's shards, and the name that all peers use.
         self._names = {leaf: name for name, leaf in leaves(task.workload).items()}

@@ -265,7 +265,7 @@ def machine(report: BenchReport) -> str:
     parts += [
         f"{name} {facts[name]}" for name in ("kernel", "python", "storage") if facts.get(name)
     ]
-    parts.append(f"{report.seconds / 60:.0f} min" if known(report.seconds) else "")
+    parts.append(f"{seconds / 60:.0f} min" if (seconds := known(report.seconds)) else "")
     return ", ".join(part for part in parts if part)
 
 

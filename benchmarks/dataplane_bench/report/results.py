@@ -17,20 +17,16 @@ by                                     of a resume: "state", or "replay" where t
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import json
-import math
-import types
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from dataplane.model.errors import ConfigError
-from dataplane_bench.model import BenchCase, Settings, Workload
-from dataplane_bench.trial import wire
+from dataplane_bench.model import BenchCase, Settings, Workload, from_plain, json_line
 
 VERSION = 1
 
@@ -73,7 +69,7 @@ class HardwareBound:
     """A limit of the hardware in a case, measured in the same run: one figure per round."""
 
     name: str
-    samples_per_s: tuple[float, ...]
+    samples_per_s: tuple[float | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +81,7 @@ class CaseResult:
     case: BenchCase
     systems: tuple[SystemResult, ...]
     bounds: tuple[HardwareBound, ...] = ()
-    load: Mapping[str, float] = field(default_factory=dict)
+    load: Mapping[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +110,11 @@ class BenchReport:
     versions: Mapping[str, Mapping[str, str]]
     options: Mapping[str, Any]
     workloads: tuple[Workload, ...]
-    sample_bytes: Mapping[str, float]
-    bounds: Mapping[str, tuple[float, ...]]
+    sample_bytes: Mapping[str, float | None]
+    bounds: Mapping[str, tuple[float | None, ...]]
     scenarios: tuple[ScenarioResult, ...]
     missing: Mapping[str, str]
-    seconds: float
+    seconds: float | None
     version: int = VERSION
 
 
@@ -131,82 +127,32 @@ def write(report: BenchReport, path: Path) -> None:
 
 
 def to_json(report: BenchReport) -> str:
-    """Values that JSON cannot express (NaN, infinity) become null."""
-    return json.dumps(json.loads(wire.line(report), parse_constant=lambda _: None), indent=1)
+    """JSON. Numbers that it cannot express (NaN, infinity) become null."""
+    return json.dumps(json.loads(json_line(report), parse_constant=lambda _: None), indent=1)
 
 
 def read(path: Path) -> BenchReport:
     """Raises:  ConfigError: no such file, not a report, or of another version."""
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
+        plain = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not a report of `dataplane bench`: {error}") from error
-    return from_json(told, str(path))
+    return from_json(plain, str(path))
 
 
-def from_json(told: object, name: str) -> BenchReport:
-    """A report from the text that `to_json` wrote; `name` names it in errors.
+def from_json(plain: object, name: str) -> BenchReport:
+    """A report from the JSON that `to_json` wrote; `name` names it in errors.
 
     Raises:  ConfigError: it is not a report, or has another version.
     """
-    version = told.get("version") if isinstance(told, dict) else None
+    version = plain.get("version") if isinstance(plain, dict) else None
     if isinstance(version, int) and version != VERSION:
         raise ConfigError(
             f"{name} is a report of version {version}, but this release reads version {VERSION}"
         )
     try:
-        report: BenchReport = _value(BenchReport, told, "report")
-    except _Unfit as error:
+        return from_plain(BenchReport, plain)
+    except msgspec.ValidationError as error:
         raise ConfigError(f"{name} is not a report of `dataplane bench`: {error}") from error
-    return report
-
-
-class _Unfit(Exception):
-    """A value has the wrong type; says where."""
-
-
-def _value(kind: Any, told: Any, at: str) -> Any:
-    """`told`, as JSON gave it, as a value of type `kind`."""
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if kind is Any or (origin is types.UnionType and told is None and type(None) in arguments):
-        return told
-    if origin is types.UnionType:
-        return _value(arguments[0], told, at)
-    if dataclasses.is_dataclass(kind):
-        return _fields(kind, _expect(told, dict, at), at)
-    if origin is tuple:
-        each = _expect(told, list, at)
-        return tuple(_value(arguments[0], one, f"{at}[{index}]") for index, one in enumerate(each))
-    if origin is Mapping:
-        pairs = _expect(told, dict, at)
-        return {name: _value(arguments[1], one, f"{at}.{name}") for name, one in pairs.items()}
-    if kind is float:
-        # NaN was written as null.
-        return math.nan if told is None else float(_expect(told, int | float, at))
-    if kind is Path or (isinstance(kind, type) and issubclass(kind, enum.Enum)):
-        try:
-            return kind(_expect(told, str, at))
-        except ValueError as error:
-            raise _Unfit(f"{at}: {error}") from error
-    return _expect(told, kind, at)
-
-
-def _fields(kind: Any, told: Mapping[str, Any], at: str) -> Any:
-    # Ignore fields that this version does not know: a newer one may have added them.
-    types_of = typing.get_type_hints(kind)
-    required = dataclasses.MISSING
-    found = {}
-    for one in dataclasses.fields(kind):
-        if one.name in told:
-            found[one.name] = _value(types_of[one.name], told[one.name], f"{at}.{one.name}")
-        elif one.default is required and one.default_factory is required:
-            raise _Unfit(f"{at} has no {one.name}")
-    return kind(**found)
-
-
-def _expect(told: Any, kind: Any, at: str) -> Any:
-    if not isinstance(told, kind) or (isinstance(told, bool) and kind is not bool):
-        raise _Unfit(f"{at} is {type(told).__name__}")
-    return told

@@ -26,9 +26,17 @@ from typing import IO, Any
 
 from dataplane.settings import OTHER_VARIABLES, SETTINGS
 from dataplane_bench import processes
-from dataplane_bench.model import BenchCase, DatasetPlace, Mode, Settings, TrialTask, Workload
+from dataplane_bench.model import (
+    BenchCase,
+    DatasetPlace,
+    Mode,
+    Settings,
+    TrialTask,
+    Workload,
+    json_line,
+)
 from dataplane_bench.peers import base
-from dataplane_bench.trial import watch, wire
+from dataplane_bench.trial import watch
 from dataplane_bench.trial.keeper import SIGNALLED, TEMPORARY
 
 COMMAND = ("-P", "-m", "dataplane_bench.trial.keeper")
@@ -104,7 +112,7 @@ class Members:
         member.listener = threading.Thread(target=self._listen, args=(member,), name="trial")
         member.listener.daemon = True
         member.listener.start()
-        member.send(wire.line({"do": order, "task": task}).strip())
+        member.send(json_line({"do": order, "task": task}).strip())
         return member
 
     def hear(self, members: Sequence[TrialProcess]) -> list[dict[str, Any]]:

@@ -23,9 +23,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dataplane_bench.model import BatchKind, Mode, TrialTask, Workload
+from dataplane_bench.model import BatchKind, Mode, TrialTask, Workload, from_plain, json_line
 from dataplane_bench.peers.base import REFERENCE, adapter
-from dataplane_bench.trial import wire
 from dataplane_bench.trial.checksum import MixtureSum, PackSum, Sum, check
 
 BIN_S = 0.1
@@ -360,11 +359,11 @@ def main() -> int:
         os.dup2(nothing.fileno(), 0)
 
     def say(value: object) -> None:
-        answers.write(wire.line(value))
+        answers.write(json_line(value))
 
     try:
         order = json.loads(words.readline())
-        task = wire.task_of(order["task"])
+        task = from_plain(TrialTask, order["task"])
         ear = Ear(words)
         _obey(order["do"], task, say, ear)
         say({"ended": True})

@@ -38,8 +38,7 @@ from dataplane.store.expand import expand
 from dataplane.store.urls import normalise
 from dataplane.transforms.canonical import canonical
 from dataplane.transforms.columns import ColumnPlan, LeafPart, plan_columns
-from dataplane_bench.model import ColumnType, Workload, WorkloadColumn
-from dataplane_bench.workloads.about import About, read_about, shared_names, write_about
+from dataplane_bench.model import About, ColumnType, Workload, WorkloadColumn
 from dataplane_bench.workloads.generate import BATCHES_MIN, RECIPES, SHARD_COUNT
 
 _SHARD_BYTES = 64 << 20
@@ -112,6 +111,25 @@ def _usable(manifest: Manifest) -> tuple[list[_Column], list[str]]:
         else:
             chosen.append(_Column(column, leaf))
     return chosen, notes
+
+
+def shared_names(leaves: Sequence[str]) -> list[str]:
+    """The names of columns that are Dataplane's `leaves`: every loader can take them, as part of
+    a file's name, as a key, as an identifier; no two are the same.
+    """
+    names: list[str] = []
+    for leaf in leaves:
+        letters = (
+            letter if letter.isascii() and letter.isalnum() else " " for letter in leaf.lower()
+        )
+        name = "_".join("".join(letters).split()) or "column"
+        if not name[0].isalpha():
+            name = f"column_{name}"
+        number, first = 2, name
+        while name in names:
+            name, number = f"{first}_{number}", number + 1
+        names.append(name)
+    return names
 
 
 def _note(leaf: str, why: str) -> str:
@@ -224,7 +242,7 @@ def _stored_type(column: WorkloadColumn) -> pa.DataType:
     return pa.list_(number, int(np.prod(column.shape))) if column.shape else number
 
 
-VERSION = 1
+VERSION = 2
 """Of what is made of the same shards."""
 BYTE_LIMIT = 1 << 30
 _COPIES_AT_ONCE = 4
@@ -252,7 +270,7 @@ def own(
             _make(chosen, taken, folder)
         except OSError as error:
             raise ConfigError(f"cannot copy shards into {root}: {error}") from error
-    about = read_about(folder)
+    about = About.read(folder)
     columns, count, notes = about.columns, about.sample_count, about.notes
     if len(taken) < len(listed):
         sizes = [sum(shard.size_bytes for shard in some) / (1 << 20) for some in (taken, listed)]
@@ -309,7 +327,7 @@ def _make(chosen: Format, taken: Sequence[ObjectInfo], folder: Path) -> None:
         copies = _copied(chosen, taken, new / "shards")
         with _blaming(taken, copies):
             manifest = index_dataset(copies, format_name=chosen.name, workers=_COPIES_AT_ONCE)
-            write_about(write_source(manifest, new / "source"), new)
+            write_source(manifest, new / "source").write(new)
         new.chmod(0o755)
         # Another process was faster: its folder exists and is equally valid.
         with contextlib.suppress(OSError):
