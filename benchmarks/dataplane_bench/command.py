@@ -241,11 +241,11 @@ def _run(given: dict[str, Any]) -> None:
 
 
 def _list(*, as_json: bool) -> None:
-    from dataplane_bench import environments
+    from dataplane_bench.environments import environment
     from dataplane_bench.peers.base import PEERS, adapter
     from dataplane_bench.scenarios import SCENARIOS, Scale
 
-    installed = {name: environments.python_of(name) is not None for name in PEERS}
+    installed = {name: environment(name).python is not None for name in PEERS}
     scenarios = {
         name: [case.label for case in scenario.cases(Scale("tokens", 4))]
         for name, scenario in SCENARIOS.items()
@@ -264,7 +264,7 @@ def _list(*, as_json: bool) -> None:
 
 
 def _install(names: tuple[str, ...]) -> None:
-    from dataplane_bench import environments
+    from dataplane_bench.environments import environment
     from dataplane_bench.peers.base import PEERS
 
     console = output.stderr()
@@ -272,11 +272,12 @@ def _install(names: tuple[str, ...]) -> None:
     for name in PEERS if names == ("all",) else names:
         if name not in PEERS:
             raise ConfigError(f"there is no peer {name!r}; there are {', '.join(PEERS)}")
+        made = environment(name)
         try:
             with console.status(f"installing {name}") as status:
-                environments.install(name, status.update)
+                made.install(status.update)
             installed = ", ".join(
-                f"{package} {version}" for package, version in environments.versions(name).items()
+                f"{package} {version}" for package, version in made.versions().items()
             )
             console.print(f"{name}: installed ({installed})", highlight=False, soft_wrap=True)
         except ConfigError as error:

@@ -39,48 +39,16 @@ Say = Callable[[str], None]
 _NOTE = "made.json"
 _OURS = ("dataplane", "dataplane_bench", "dataplane_torch")
 _SHARED = ("torch", "numpy", "pyarrow")
-_TOLD = (
-    "Collecting",
-    "Downloading",
-    "Using cached",
-    "Building wheel",
-    "Installing collected",
+_SHOWN = (
+    "Collecting", "Downloading", "Using cached", "Building wheel", "Installing collected",
     "Successfully",
-)
+)  # fmt: skip
 _LAST_LINES = 12
 
 
-def python_of(name: str) -> str | None:
-    """The interpreter in which this system runs; None if its environment does not exist."""
-    return environment(adapter(name)).python
-
-
-def install(name: str, say: Say) -> None:
-    """Create a peer's environment unless it exists. `say` is called with each line of progress.
-
-    Raises:  ConfigError: it could not be created; the message has the end of pip's output.
-    """
-    environment(adapter(name)).install(say)
-
-
-def versions(name: str) -> dict[str, str]:
-    """The versions in a system's environment: its own, and those of torch, numpy and pyarrow."""
-    return environment(adapter(name)).versions()
-
-
-def remove(name: str) -> None:
-    """Remove a peer's environment."""
-    environment(adapter(name)).remove()
-
-
-def environment(peer: Any, folder: Path | None = None) -> Environment:
-    """The environment of an adapter, in `folder` or the benchmark's usual folder."""
-    return Environment(
-        (folder or bench_folder() / "peers") / peer.name,
-        peer.requirements,
-        peer.distribution,
-        getattr(peer, "lacks", None) or (lambda: ""),
-    )
+def environment(name: str) -> Environment:
+    """The environment of a system, in the benchmark's folder."""
+    return Environment.of(adapter(name), bench_folder() / "peers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +63,12 @@ class Environment:
     distribution: str
     lacks: Callable[[], str]
 
+    @classmethod
+    def of(cls, peer: Any, folder: Path) -> Environment:
+        """The environment of an adapter, below this folder."""
+        lacks = getattr(peer, "lacks", lambda: "")
+        return cls(folder / peer.name, peer.requirements, peer.distribution, lacks)
+
     @property
     def python(self) -> str | None:
         """Its interpreter; None if the environment is not valid (1)."""
@@ -107,7 +81,10 @@ class Environment:
         return str(self._python) if made == self._note() and self._python.exists() else None
 
     def install(self, say: Say) -> None:
-        """See the function of this name."""
+        """Create it unless it exists. `say` is called with each line of progress.
+
+        Raises:  ConfigError: it could not be created; the message has the end of pip's output.
+        """
         if self.python is not None:
             return
         if lacking := self.lacks():
@@ -123,7 +100,7 @@ class Environment:
                 raise
 
     def versions(self) -> dict[str, str]:
-        """See the function of this name."""
+        """The versions of its own packages, and of torch, numpy and pyarrow."""
         own = [str(self._packages)] if self.requirements else []
         known: dict[str, str] = {}
         for path in (own, sys.path):
@@ -131,12 +108,6 @@ class Environment:
                 for package in importlib.metadata.distributions(name=name, path=path):
                     known.setdefault(name, package.version)
         return known
-
-    def remove(self) -> None:
-        """See the function of this name."""
-        if self.folder.exists():
-            with _locked(self.folder.parent, lambda _: None):
-                shutil.rmtree(self.folder, ignore_errors=True)
 
     def _make(self, say: Say) -> None:
         say(f"making {self.folder}")
@@ -179,7 +150,7 @@ class Environment:
             with process.stdout:
                 for line in process.stdout:
                     lines.append(line.rstrip())
-                    if line.lstrip().startswith(_TOLD):
+                    if line.lstrip().startswith(_SHOWN):
                         say(line.strip())
             process.wait()
         finally:

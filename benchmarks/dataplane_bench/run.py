@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from dataplane.model.errors import ConfigError
-from dataplane_bench import environments
 from dataplane_bench.contest import Contest, Entry, Prepared, Show
+from dataplane_bench.environments import environment
 from dataplane_bench.machine import CoreIds, Division, confined, divided, machine_facts
 from dataplane_bench.model import BenchCase, Mode, StorageKind, Workload
 from dataplane_bench.peers.base import HARNESS, OURS, PEERS
@@ -136,16 +136,16 @@ def entries(names: Sequence[str]) -> tuple[list[Entry], dict[str, str]]:
     missing: dict[str, str] = {}
     systems = []
     for name in (OURS, *dict.fromkeys((*named, *(PEERS if ALL in names else ()))), HARNESS):
-        python = environments.python_of(name)
+        python = environment(name).python
         if python is None:
             missing[name] = _not_installed(name)
             if name in named:
                 raise ConfigError(f"{name} is {missing[name]}", field="peers")
             continue
-        systems.append(Entry(name, python, environments.versions(name)))
+        systems.append(Entry(name, python, environment(name).versions()))
     for name in PEERS:
         if name not in missing and all(entry.name != name for entry in systems):
-            installed = environments.python_of(name) is not None
+            installed = environment(name).python is not None
             missing[name] = "not asked for: --peers all" if installed else _not_installed(name)
     return systems, missing
 

@@ -64,11 +64,9 @@ class Ffcv:
         )
 
     def refuses(self, workload: Workload, case: BenchCase) -> str:
-        del workload
         return "it reads local files only" if case.store is StorageKind.S3 else ""
 
     def layout(self, workload: Workload) -> str:
-        del workload
         return "ffcv"
 
     def describe(self, workload: Workload) -> str:
@@ -85,7 +83,6 @@ class Ffcv:
             tried = (*tried, {**random, "order": "QUASI_RANDOM"})
         if cores > 1:
             tried = (*tried, {**random, "num_workers": max(cores // (2 * case.process_count), 1)})
-        del workload
         return tuple(choice for index, choice in enumerate(tried) if choice not in tried[:index])
 
     def prepare(self, workload: Workload, folder: Path) -> None:

@@ -50,7 +50,6 @@ class Grain:
     delivers = frozenset({BatchKind.STORED, BatchKind.MIXED, BatchKind.PACKED})
 
     def refuses(self, workload: Workload, case: BenchCase) -> str:
-        del workload
         return "it reads no S3" if case.store is StorageKind.S3 else ""
 
     def layout(self, workload: Workload) -> str:

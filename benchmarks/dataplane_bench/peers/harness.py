@@ -42,19 +42,15 @@ class Noop:
     delivers = frozenset(BatchKind)
 
     def refuses(self, workload: Workload, case: BenchCase) -> str:
-        del workload
         return "" if case.mode is Mode.STEADY else "it reads nothing"
 
     def layout(self, workload: Workload) -> str:
-        del workload
         return "noop"
 
     def describe(self, workload: Workload) -> str:
-        del workload
         return "one batch over and over"
 
     def settings(self, workload: Workload, case: BenchCase, cores: int) -> tuple[Settings, ...]:
-        del workload, case, cores
         return ({},)
 
     def prepare(self, workload: Workload, folder: Path) -> None:
@@ -71,7 +67,6 @@ class _Repeated:
         self._times = max(sample_count // size, 1)
 
     def epoch(self, number: int) -> Iterator[Batch]:
-        del number
         return itertools.repeat(self._batch, self._times)
 
     def close(self) -> None:
@@ -108,19 +103,15 @@ class Reference:
     distribution = "pyarrow"
 
     def refuses(self, workload: Workload, case: BenchCase) -> str:
-        del workload, case
         return ""
 
     def layout(self, workload: Workload) -> str:
-        del workload
         return "reference"
 
     def describe(self, workload: Workload) -> str:
-        del workload
         return "the source's Parquet shards, in order"
 
     def settings(self, workload: Workload, case: BenchCase, cores: int) -> tuple[Settings, ...]:
-        del workload, case, cores
         return ({},)
 
     def prepare(self, workload: Workload, folder: Path) -> None:
@@ -135,7 +126,6 @@ class _Source:
         self._workload = workload
 
     def epoch(self, number: int) -> Iterator[Batch]:
-        del number
         return batches(self._workload)
 
     def close(self) -> None:

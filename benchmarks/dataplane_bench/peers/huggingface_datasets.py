@@ -174,11 +174,9 @@ class HuggingFaceDatasets:
     delivers = frozenset(BatchKind)
 
     def refuses(self, workload: Workload, case: BenchCase) -> str:
-        del workload, case
         return ""
 
     def layout(self, workload: Workload) -> str:
-        del workload
         return "huggingface"
 
     def describe(self, workload: Workload) -> str:

@@ -51,7 +51,6 @@ class LitData:
         )
 
     def layout(self, workload: Workload) -> str:
-        del workload
         return "litdata"
 
     def describe(self, workload: Workload) -> str:
@@ -61,7 +60,6 @@ class LitData:
         return f"{mixed}{form} in shards of {size}; shards in random order, shuffled inside"
 
     def settings(self, workload: Workload, case: BenchCase, cores: int) -> tuple[Settings, ...]:
-        del workload
         ahead: Settings = {"num_workers": cores, "max_pre_download": 8}
         return (
             {"num_workers": cores},
@@ -121,7 +119,6 @@ class _Opened:
         )
 
     def epoch(self, number: int) -> Iterator[Batch]:
-        del number  # counted
         return iter(self._loader)
 
     def state(self) -> Any:

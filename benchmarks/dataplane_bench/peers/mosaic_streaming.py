@@ -50,7 +50,6 @@ class MosaicStreaming:
         )
 
     def layout(self, workload: Workload) -> str:
-        del workload
         return "mds"
 
     def describe(self, workload: Workload) -> str:
@@ -124,7 +123,6 @@ class _Opened:
         )
 
     def epoch(self, number: int) -> Iterator[Batch]:
-        del number  # it counts
         return iter(self._loader)
 
     def state(self) -> Any:

@@ -48,22 +48,18 @@ class RayData:
     distribution = "ray"
 
     def refuses(self, workload: Workload, case: BenchCase) -> str:
-        del workload
         return "its ranks are workers of one Ray Train job" if case.ranks > 1 else ""
 
     def layout(self, workload: Workload) -> str:
-        del workload
         return "ray"
 
     def describe(self, workload: Workload) -> str:
-        del workload
         return (
             "Parquet without compression, wide rows as bytes; files in random order, then a"
             f" shuffle buffer of {SHUFFLE_BUFFER:,} samples"
         )
 
     def settings(self, workload: Workload, case: BenchCase, cores: int) -> tuple[Settings, ...]:
-        del cores
         # The newer Parquet reader, its default, starts processes for the files' footers in each
         # epoch. What fits into the cluster's memory is best kept there, says its documentation.
         default: Settings = {"datasource": "v2", "prefetch_batches": 1}

@@ -47,15 +47,12 @@ class Spdl:
     distribution = "spdl"
 
     def refuses(self, workload: Workload, case: BenchCase) -> str:
-        del workload, case
         return ""
 
     def layout(self, workload: Workload) -> str:
-        del workload
         return memmaps.LAYOUT
 
     def describe(self, workload: Workload) -> str:
-        del workload
         return memmaps.DESCRIBES
 
     def settings(self, workload: Workload, case: BenchCase, cores: int) -> tuple[Settings, ...]:

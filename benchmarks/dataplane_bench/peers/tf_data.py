@@ -40,7 +40,6 @@ class TfData:
     distribution = "tensorflow-cpu"
 
     def refuses(self, workload: Workload, case: BenchCase) -> str:
-        del workload
         if case.store is StorageKind.S3:
             return "it reads S3 only with tensorflow-io, which has none for this TensorFlow"
         if case.served and case.mode is Mode.FIRST:
@@ -99,6 +98,5 @@ class TfData:
     def serve(self, task: TrialTask) -> tuple[str, Any]:
         from dataplane_bench.peers.tf_pipelines import TfDataService
 
-        del task
         service = TfDataService()
         return service.address, service

@@ -38,11 +38,9 @@ class TorchDataLoader:
     delivers = frozenset({BatchKind.STORED, BatchKind.MIXED, BatchKind.TOKENISED})
 
     def refuses(self, workload: Workload, case: BenchCase) -> str:
-        del workload, case
         return ""
 
     def layout(self, workload: Workload) -> str:
-        del workload
         return memmaps.LAYOUT
 
     def describe(self, workload: Workload) -> str:
@@ -110,15 +108,12 @@ class StatefulDataLoader:
     distribution = "torchdata"
 
     def refuses(self, workload: Workload, case: BenchCase) -> str:
-        del workload, case
         return ""
 
     def layout(self, workload: Workload) -> str:
-        del workload
         return memmaps.LAYOUT
 
     def describe(self, workload: Workload) -> str:
-        del workload
         return memmaps.DESCRIBES
 
     def settings(self, workload: Workload, case: BenchCase, cores: int) -> tuple[Settings, ...]:

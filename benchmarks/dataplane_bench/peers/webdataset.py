@@ -42,18 +42,15 @@ class WebDataset:
         return refuses_tables(workload)
 
     def layout(self, workload: Workload) -> str:
-        del workload
         return "webdataset"
 
     def describe(self, workload: Workload) -> str:
-        del workload
         return (
             "tar shards, the numbers of a sample in one file; shards in random order, then a"
             f" shuffle buffer of {SHUFFLE_BUFFER:,} samples a worker"
         )
 
     def settings(self, workload: Workload, case: BenchCase, cores: int) -> tuple[Settings, ...]:
-        del workload, case
         return (
             {"num_workers": cores},
             {"num_workers": cores, "prefetch_factor": 8},
@@ -110,7 +107,6 @@ class _Opened:
         )
 
     def epoch(self, number: int) -> Iterator[Batch]:
-        del number
         return iter(self._loader)
 
     def close(self) -> None:
