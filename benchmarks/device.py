@@ -29,7 +29,7 @@ from dataplane_bench.machine import bench_folder
 from dataplane_bench.model import CROP, BenchCase, ColumnType, DatasetPlace, TrialTask, Workload
 from dataplane_bench.peers import memmaps
 from dataplane_bench.peers.torch_datasets import TorchPeer
-from dataplane_bench.scripts import Row, run
+from dataplane_bench.scripts import Row, lists, run, shard
 from dataplane_bench.workloads.generate import generated
 from dataplane_torch import DataLoader, RandomHorizontalFlip, RandomResizedCrop
 from torch import nn
@@ -75,10 +75,8 @@ def write(folder: Path, row_count: int) -> tuple[str, DeviceRows]:
         for i in range(SHARDS):
             rows = draw.integers(0, 256, (row_count // SHARDS, ROW_BYTES), np.uint8)
             whole.write(rows.tobytes())
-            values = pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)), ROW_BYTES)
-            table = pa.table({"x": values})
-            with pa.ipc.new_file(shards / f"{i}.arrow", table.schema) as file:
-                file.write_table(table, max_chunksize=16)
+            table = pa.table({"x": lists(rows, ROW_BYTES)})
+            (shards / f"{i}.arrow").write_bytes(shard(table, "arrow", 16))
     return str(shards), DeviceRows(folder / "rows", row_count // SHARDS * SHARDS)
 
 

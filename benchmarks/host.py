@@ -19,7 +19,6 @@ import asyncio
 import contextlib
 import io
 import itertools
-import json
 import os
 import re
 import signal
@@ -42,7 +41,7 @@ from dataplane_bench.processes import pause, running, tail
 from dataplane_bench.report import results
 from dataplane_bench.report.cells import median
 from dataplane_bench.report.figures import case_figures
-from dataplane_bench.scripts import Row, family_cpu_s, run
+from dataplane_bench.scripts import Row, family_cpu_s, lists, rows_of_json, run, shard
 from dataplane_bench.workloads.generate import generated
 from msgspec import Struct
 
@@ -92,7 +91,7 @@ class Given(Struct, frozen=True):
     def rows_of(self, script: str, command: str, *arguments: str) -> list[Row]:
         """The rows of a command of a script beside this one."""
         written = self.output_of(str(HERE / script), command, "--json", *arguments)
-        return [Row(line["name"], line["values"]) for line in json.loads(written)["rows"]]
+        return rows_of_json(written)
 
 
 Part = Callable[[Given], Iterator[Row]]
@@ -133,16 +132,6 @@ def _read(url: str, *, workers: int = 1, seconds: float = 3.0) -> Iterator[Row]:
     yield Row("read", {"images/s": count / took_s, "cores busy": busy})
 
 
-def _waits(given: Given) -> Iterator[Row]:
-    quick = ("--workers", "2", "--kinds", "collate", "--seconds", "0.5")
-    yield from given.rows_of("host.py", "waits", *(quick if given.is_quick else ()))
-
-
-def _store(given: Given) -> Iterator[Row]:
-    quick = ("--mib", "64", "--seconds", "0.5")
-    yield from given.rows_of("host.py", "store", *(quick if given.is_quick else ()))
-
-
 def _local(given: Given) -> Iterator[Row]:
     """From local disk, torch beside."""
     return _bench(given, ["images/local", "tokens/local"], given.scale)
@@ -179,22 +168,21 @@ def _bench(given: Given, scenarios: list[str], scale: float) -> Iterator[Row]:
         yield Row(f"{case.scenario}, {case.case.label}", values)
 
 
-def _copies(given: Given) -> Iterator[Row]:
-    yield from given.rows_of("device.py", "copies", "--seconds", "4", "--batches", "16")
-
-
-def _training(given: Given) -> Iterator[Row]:
-    yield from given.rows_of("device.py", "training", "--seconds", "7")
+def _script(script: str, command: str, usual: str = "", quick: str = "") -> Part:
+    """A part that is a command of a script, with its arguments for a usual and a quick run."""
+    return lambda given: iter(
+        given.rows_of(script, command, *(quick if given.is_quick else usual).split())
+    )
 
 
 PARTS: Mapping[str, tuple[Part, float]] = {
     "workers": (_workers, 50.0),
-    "waits": (_waits, 45.0),
-    "store": (_store, 20.0),
+    "waits": (_script("host.py", "waits", quick="--workers 2 --kinds collate --seconds 0.5"), 45.0),
+    "store": (_script("host.py", "store", quick="--mib 64 --seconds 0.5"), 20.0),
     "local": (_local, 85.0),
     "s3": (_s3, 160.0),
-    "copies": (_copies, 35.0),
-    "training": (_training, 90.0),
+    "copies": (_script("device.py", "copies", *2 * ["--seconds 4 --batches 16"]), 35.0),
+    "training": (_script("device.py", "training", *2 * ["--seconds 7"]), 90.0),
 }
 """Each with its limit in seconds: eight minutes in all."""
 NEEDS_GPU = ("copies", "training")
@@ -287,12 +275,9 @@ def _write(folder: Path, mib: int, block_bytes: int) -> None:
     rows = (mib << 20) // ROW_BYTES // SHARDS
     for number in range(SHARDS):
         values = np.random.default_rng(number).integers(0, 1 << 30, rows * ROW_BYTES // 4, np.int32)
-        table = pa.table({"row": pa.FixedSizeListArray.from_arrays(values, ROW_BYTES // 4)})
-        path = folder / f"{number:03}.parquet"
-        rows_a_group = block_bytes // ROW_BYTES
-        pq.write_table(
-            table, path, row_group_size=rows_a_group, compression="NONE", use_dictionary=False
-        )
+        table = pa.table({"row": lists(values, ROW_BYTES // 4)})
+        body = shard(table, "parquet", block_bytes // ROW_BYTES)
+        (folder / f"{number:03}.parquet").write_bytes(body)
 
 
 def _write_images(folder: Path) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.server
-import json
 import multiprocessing
 import os
 import resource
@@ -30,10 +29,10 @@ import numpy as np
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
-from dataplane_bench.scripts import Row, row, run
+from dataplane_bench.scripts import Row, line_of, row, rows_of_json, run, serve, shard, started
 from msgspec import structs
-from nodes import line_of, serve, started
-from reading import shard, stored
+from nodes import ticking
+from reading import stored
 
 from dataplane.index.indexing import index_dataset, open_manifest
 from dataplane.model.config import JobSpec, NodeConfig
@@ -285,50 +284,28 @@ def opened(path: Path) -> Iterator[Row]:
 
 
 async def _opened(path: Path) -> list[Row]:
-    ticking = asyncio.create_task(_longest_gap())
-    began, cpu = time.perf_counter(), time.process_time()
-    manifest = await asyncio.to_thread(lambda: Manifest.from_bytes(path.read_bytes()))
-    await asyncio.to_thread(identity_of, manifest)
-    spec = await asyncio.to_thread(spec_of, manifest)
-    dataset = await Datasets(_CONFIG).open(manifest, spec, {})
-    rows = dataset.manifest.block_rows
-    order = await asyncio.to_thread(
-        Order, rows, spec.seed, spec.shuffle, spec.lanes, spec.window, 0, spec.ramp
-    )
-    order.block_span(np.arange(10))
-    took, used = time.perf_counter() - began, time.process_time() - cpu
-    ticking.cancel()
-    gap = await ticking
+    async with ticking() as ticks:
+        began, cpu = time.perf_counter(), time.process_time()
+        manifest = await asyncio.to_thread(lambda: Manifest.from_bytes(path.read_bytes()))
+        await asyncio.to_thread(identity_of, manifest)
+        spec = await asyncio.to_thread(spec_of, manifest)
+        dataset = await Datasets(_CONFIG).open(manifest, spec, {})
+        rows = dataset.manifest.block_rows
+        order = await asyncio.to_thread(
+            Order, rows, spec.seed, spec.shuffle, spec.lanes, spec.window, 0, spec.ramp
+        )
+        order.block_span(np.arange(10))
+        took, used = time.perf_counter() - began, time.process_time() - cpu
     return [
         row("dataset, opened", took, "s"),
         row("dataset, opened, CPU", used, "s"),
-        row("event loop, longest hold meanwhile", gap * 1e3, "ms"),
+        row("event loop, longest hold meanwhile", 1e3 * max(own_s for _, own_s in ticks), "ms"),
         row(
             "the process at its peak, opened",
             resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
             "MB",
         ),
     ]
-
-
-async def _longest_gap() -> float:
-    """Until cancelled, record the longest time between two turns of the loop, less its sleep and
-    the time that this thread waited for a CPU.
-    """
-    longest, before = 0.0, _running_s()
-    try:
-        while True:
-            await asyncio.sleep(_TICK_S)
-            now = _running_s()
-            longest, before = max(longest, now - before - _TICK_S), now
-    except asyncio.CancelledError:
-        return longest
-
-
-def _running_s() -> float:
-    """A clock that stands still while this thread waits for a CPU."""
-    waited_ns = Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1]
-    return time.perf_counter() - int(waited_ns) / 1e9
 
 
 class _Listing:
@@ -444,7 +421,7 @@ def manifests(*, blocks: tuple[int, ...] = _SIZES) -> Iterator[Row]:
 def in_process(*arguments: str) -> list[Row]:
     command = [sys.executable, __file__, "part", "--json", *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
-    return [Row(line["name"], line["values"]) for line in json.loads(done.stdout)["rows"]]
+    return rows_of_json(done.stdout)
 
 
 def _part(part: str, path: Path, *numbers: str) -> Iterator[Row]:

@@ -10,8 +10,8 @@ its wait, in this process. The bar is that of all together, with a scrape every 
 
 from __future__ import annotations
 
+import contextlib
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,9 +21,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pyarrow as pa
-from dataplane_bench.scripts import Row, row, run
+from dataplane_bench.scripts import Row, family_cpu_s, line_of, lists, row, run, shard, started
 from dataplane_torch import DataLoader
 
 from dataplane.base.meters import JobMeter, RankMeter
@@ -41,29 +40,25 @@ def cost(*, seconds: float = 10.0) -> Iterator[Row]:
     """Yield the cost of a scrape, of a slab, and of both at the rate that a loader reaches."""
     with tempfile.TemporaryDirectory() as name:
         folder, place = Path(name), f"metrics-{os.getpid()}:1"
-        _write(folder / "tokens.arrow")
-        environ = {
+        values = np.arange(ROWS * TOKENS, dtype=np.int32)
+        body = shard(pa.table({"tokens": lists(values, TOKENS)}), "arrow", 1024)
+        (folder / "tokens.arrow").write_bytes(body)
+        os.environ |= {
             "DATAPLANE_TOKEN": TOKEN,
             "DATAPLANE_STATE_DIR": name,
             "DATAPLANE_CACHE_DIR": name,
             "DATAPLANE_METRICS_LISTEN": "127.0.0.1:0",
         }
-        command = [sys.executable, "-m", "dataplane", "serve", "--listen", "127.0.0.1:0"]
-        with (
-            (folder / "log").open("w") as log,
-            subprocess.Popen([*command, "--service", place], stdout=subprocess.PIPE, stderr=log,
-                             env={**os.environ, **environ}) as service,
-        ):  # fmt: skip
-            try:
-                assert service.stdout is not None
-                for _ in range(2):
-                    service.stdout.readline()
-                address = (folder / "log").read_text().split("address=")[1].split()[0]
-                with DataLoader(folder / "tokens.arrow", BATCH, service=place) as loader:
-                    slabs_per_s, rate = _read(loader, seconds)
-                    scrape_s = _scrape(service.pid, f"http://{address}/metrics")
-            finally:
-                service.terminate()
+        with contextlib.ExitStack() as stack:
+            log = stack.enter_context((folder / "log").open("w"))
+            command = ("-m", "dataplane", "serve", "--listen", "127.0.0.1:0", "--service", place)
+            service = started(stack, sys.executable, *command, stderr=log)
+            for _ in range(2):
+                line_of(service.stdout)
+            address = (folder / "log").read_text().split("address=")[1].split()[0]
+            with DataLoader(folder / "tokens.arrow", BATCH, service=place) as loader:
+                slabs_per_s, rate = _read(loader, seconds)
+                scrape_s = _scrape(service.pid, f"http://{address}/metrics")
     slab_s = _count_slab()
     yield row("tokens", rate, "tokens/s")
     yield row("slabs", slabs_per_s, "slabs/s")
@@ -71,13 +66,6 @@ def cost(*, seconds: float = 10.0) -> Iterator[Row]:
     yield row("one slab, in node and trainer", slab_s * 1e6, "CPU us")
     share = scrape_s / SCRAPE_S + slab_s * slabs_per_s
     yield row("metrics, at this rate", share, "processors", most=SHARE_MAX)
-
-
-def _write(path: Path) -> None:
-    values = pa.array(np.arange(ROWS * TOKENS, dtype=np.int32))
-    table = pa.table({"tokens": pa.FixedSizeListArray.from_arrays(values, TOKENS)})
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
-        writer.write_table(table, max_chunksize=1024)
 
 
 def _read(loader: DataLoader, seconds: float) -> tuple[float, float]:
@@ -93,16 +81,15 @@ def _read(loader: DataLoader, seconds: float) -> tuple[float, float]:
 def _scrape(pid: int, url: str) -> float:
     """Return the processor time of the service for one scrape, beyond its usual work."""
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {TOKEN}"})
-    service = psutil.Process(pid)
     spent: list[float] = []
     for count in (0, SCRAPES):
-        before, began = sum(service.cpu_times()[:2]), time.perf_counter()
+        before, began = family_cpu_s(pid), time.perf_counter()
         for _ in range(count):
             with urllib.request.urlopen(request) as answer:
                 answer.read()
         took_s = time.perf_counter() - began
         time.sleep(max(0.0, 3.0 - took_s))
-        spent.append(sum(service.cpu_times()[:2]) - before)
+        spent.append(family_cpu_s(pid) - before)
     return (spent[1] - spent[0]) / SCRAPES
 
 

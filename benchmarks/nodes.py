@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import io
 import itertools
 import json
 import multiprocessing
@@ -27,13 +26,24 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from dataplane_bench import s3
-from dataplane_bench.scripts import Row, family_cpu_s, run
+from dataplane_bench.scripts import (
+    Row,
+    family_cpu_s,
+    line_of,
+    lists,
+    run,
+    send,
+    serve,
+    shard,
+    started,
+    tokens_table,
+)
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -100,18 +110,12 @@ def lines(
         joined_namespaces() if namespaces else contextlib.nullcontext(("", "")) as names,
         tempfile.TemporaryDirectory() as folder,
     ):
-        ways = (None, certificate(Path(folder))) if tls else (None,)
+        ways: list[PeerTls | None] = [None]
+        if tls:
+            made = s3.make_certificate(Path(folder))
+            ways.append(PeerTls(str(made.certificate), str(made.key), str(made.authority)))
         for _, way in itertools.product(range(rounds if tls else 1), ways):
             yield from asyncio.run(lend(options, *names, way))
-
-
-def certificate(folder: Path) -> PeerTls:
-    """One that is its own authority."""
-    cert, key = str(folder / "crt"), str(folder / "key")
-    made = ("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256")
-    named = ("-nodes", "-subj", "/CN=bench", "-days", "1", "-keyout", key, "-out", cert)
-    subprocess.run([*made, *named], check=True, stderr=subprocess.DEVNULL)
-    return PeerTls(cert, key, cert)
 
 
 @contextlib.contextmanager
@@ -300,37 +304,6 @@ def p99(ticks: list[tuple[float, float]]) -> float:
     return own[len(own) * 99 // 100] * 1e3 if own else float("nan")
 
 
-def started(
-    stack: contextlib.ExitStack, *command: str, stderr: int | None = None
-) -> subprocess.Popen[str]:
-    """A process with pipes, which ends with the stack."""
-    pipe = subprocess.PIPE
-    process = stack.enter_context(
-        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stderr, text=True)
-    )
-    stack.callback(process.kill)
-    return process
-
-
-def line_of(out: IO[str] | None) -> str:
-    assert out is not None
-    line = out.readline()
-    assert line, "a process has ended"
-    return line
-
-
-def send(process: subprocess.Popen[str], line: str = "go\n") -> None:
-    assert process.stdin is not None
-    process.stdin.write(line)
-    process.stdin.flush()
-
-
-def serve(stack: contextlib.ExitStack, *arguments: str) -> tuple[int, str]:
-    """Start a part of a service. Returns its process id, and its address if it is a coordinator."""
-    process = started(stack, sys.executable, "-m", "dataplane", "serve", *arguments)
-    return process.pid, line_of(process.stdout).split()[-1]
-
-
 LENT_ROW_BYTES, SHARD_BLOCKS, LENT_BATCH_ROWS = 8192, 4, 64
 BUCKET = "lent"
 LENT_TRAINER = """
@@ -383,18 +356,13 @@ def _as_node(*arguments: str) -> None:
 
 def shards(mib: int, block_bytes: int) -> dict[str, bytes]:
     """Uncompressed Arrow, whose rows are gathered as they are."""
-    rows, made = block_bytes // LENT_ROW_BYTES, dict[str, bytes]()
-    random = np.random.default_rng(0)
-    for number in range((mib << 20) // (block_bytes * SHARD_BLOCKS)):
-        values = random.integers(
-            0, 50_000, rows * SHARD_BLOCKS * LENT_ROW_BYTES // 4, dtype=np.int32
+    rows, random = block_bytes // LENT_ROW_BYTES, np.random.default_rng(0)
+    return {
+        f"{number:04}.arrow": shard(
+            tokens_table(random, rows * SHARD_BLOCKS, LENT_ROW_BYTES // 4), "arrow", rows
         )
-        lists = pa.FixedSizeListArray.from_arrays(pa.array(values), LENT_ROW_BYTES // 4)
-        table, out = pa.table({"tokens": lists}), io.BytesIO()
-        with pa.ipc.new_file(out, table.schema) as writer:
-            writer.write_table(table, max_chunksize=rows)
-        made[f"{number:04}.arrow"] = out.getvalue()
-    return made
+        for number in range((mib << 20) // (block_bytes * SHARD_BLOCKS))
+    }
 
 
 def lateness(node: subprocess.Popen[str]) -> float:
@@ -476,8 +444,7 @@ def tokens(count: int, path: Path) -> None:
     """A shard of compressed lists."""
     chance = np.random.default_rng(1)
     values = np.minimum(chance.zipf(1.3, count * TOKENS), 50_000).astype(np.int32)
-    lists = pa.FixedSizeListArray.from_arrays(pa.array(values), TOKENS)
-    table = pa.table({"tokens": lists})
+    table = pa.table({"tokens": lists(values, TOKENS)})
     pq.write_table(table, path, row_group_size=8 * BLOCK_ROWS, compression="zstd")
 
 

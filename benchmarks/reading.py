@@ -8,7 +8,6 @@ The server (SeaweedFS) shares the cores. `--latency-ms` delays each request.
 from __future__ import annotations
 
 import contextlib
-import io
 import itertools
 import json
 import os
@@ -26,11 +25,20 @@ from typing import Any
 import numpy as np
 import psutil
 import pyarrow as pa
-import pyarrow.parquet as pq
 from dataplane_bench.model import BenchCase
 from dataplane_bench.s3 import REGION, Storage, s3_storage
-from dataplane_bench.scripts import Row, exit_with, family_cpu_s, run
-from nodes import line_of, rows_of, send, started
+from dataplane_bench.scripts import (
+    Row,
+    exit_with,
+    family_cpu_s,
+    line_of,
+    run,
+    send,
+    shard,
+    started,
+    tokens_table,
+)
+from nodes import rows_of
 
 from dataplane.store.connect import connect
 
@@ -50,21 +58,6 @@ def stored(write: Callable[[Path], None], latency_ms: float) -> Iterator[tuple[s
             "AWS_REGION": REGION,
         }
         yield place.url, storage
-
-
-def shard(table: pa.Table, form: str, block_rows: int) -> bytes:
-    """A table as Parquet, or as Arrow with the compression in the form's name."""
-    out = io.BytesIO()
-    if form == "parquet":
-        pq.write_table(
-            table, out, row_group_size=block_rows, compression="NONE", use_dictionary=False,
-            write_statistics=False,
-        )  # fmt: skip
-    else:
-        options = pa.ipc.IpcWriteOptions(compression=form.partition("-")[2] or None)
-        with pa.ipc.new_file(out, table.schema, options=options) as writer:
-            writer.write_table(table, max_chunksize=block_rows)
-    return out.getvalue()
 
 
 def measured(storage: Storage, cache: str, *arguments: str) -> dict[str, float]:
@@ -104,7 +97,7 @@ def _epoch(options: str) -> None:
         "bytes": loader.statistics().read_bytes,
         "seconds": time.perf_counter() - began,
         "first": first,
-        "cpu_s": family_cpu_s(with_ended=True),
+        "cpu_s": family_cpu_s(),
     }
     print(json.dumps(took))
     exit_with(0)
@@ -240,11 +233,6 @@ def readers(
         server = statistics.median(took["server_cpu_s"] / took["bytes"] for took in some) * gib
         yield Row(way, {"MiB/s": statistics.median(rates), "best": max(rates),
                         "CPU s/GiB": cpu, "of the server": server})  # fmt: skip
-
-
-def tokens_table(random: np.random.Generator, row_count: int) -> pa.Table:
-    values = random.integers(0, 50_000, row_count * ROW_TOKENS, dtype=np.int32)
-    return pa.table({"tokens": pa.FixedSizeListArray.from_arrays(pa.array(values), ROW_TOKENS)})
 
 
 def _ranges(url: str) -> Ranges:
@@ -428,10 +416,10 @@ WAYS: dict[str, Callable[[str], Callable[[], int]]] = {
 def _reader(url: str, way: str) -> None:
     """Get ready, read everything once, and print what it took."""
     read = WAYS[way](url)
-    before, began = family_cpu_s(with_ended=True), time.perf_counter()
+    before, began = family_cpu_s(), time.perf_counter()
     size = read()
     took = {"bytes": size, "seconds": time.perf_counter() - began}
-    print(json.dumps({**took, "cpu_s": family_cpu_s(with_ended=True) - before}))
+    print(json.dumps({**took, "cpu_s": family_cpu_s() - before}))
     exit_with(0)
 
 

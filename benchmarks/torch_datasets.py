@@ -8,9 +8,9 @@ missed its bar.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import statistics
-import subprocess
 import sys
 import time
 import warnings
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from dataplane_bench.scripts import Row, family_cpu_s, run
+from dataplane_bench.scripts import Row, family_cpu_s, line_of, run, send, started
 from dataplane_torch import DataLoader
 from msgspec import Struct
 from torch.utils.data import Dataset, default_collate
@@ -99,9 +99,9 @@ def speed(*cases: str, rounds: int = 5) -> Iterator[Row]:
         spent: dict[str, list[float]] = {}
         for round_number in range(rounds + 1):  # the first is not counted
             for loader_name, loader in LOADERS.items():
-                began, cpu_s = time.perf_counter(), family_cpu_s(with_ended=True)
+                began, cpu_s = time.perf_counter(), family_cpu_s()
                 assert sum(1 for _ in loader(dataset, **case.arguments))
-                took_s, cpu_s = time.perf_counter() - began, family_cpu_s(with_ended=True) - cpu_s
+                took_s, cpu_s = time.perf_counter() - began, family_cpu_s() - cpu_s
                 if round_number:
                     spent.setdefault(f"s {loader_name}", []).append(took_s)
                     spent.setdefault(f"CPU s {loader_name}", []).append(cpu_s)
@@ -156,42 +156,24 @@ def _uneven() -> list[int]:
     return [chance.randint(1, 100) for _ in range(40)]
 
 
+def _sized(
+    kind: type[Sized], sizes: list[int], arguments: dict[str, Any], mib: int, step_s: float = 0.0
+) -> DatasetCase:
+    return DatasetCase(lambda: kind(sizes), arguments, batch_mib=mib, step_s=step_s)
+
+
 MEMORY_CASES = {
-    "even": DatasetCase(
-        lambda: Sized([1] * 480), {"batch_size": 16, "num_workers": 2}, batch_mib=16
-    ),
-    "even-slow": DatasetCase(
-        lambda: Sized([1] * 480), {"batch_size": 16, "num_workers": 4}, batch_mib=16, step_s=0.03
-    ),
-    "large-1": DatasetCase(
-        lambda: Sized([300] * 8), {"batch_size": 1, "num_workers": 1}, batch_mib=300
-    ),
-    "large-2": DatasetCase(
-        lambda: Sized([300] * 8), {"batch_size": 1, "num_workers": 2}, batch_mib=300
-    ),
-    "large-slow": DatasetCase(
-        lambda: Sized([300] * 8), {"batch_size": 1, "num_workers": 2}, batch_mib=300, step_s=0.5
-    ),
-    "uneven-1": DatasetCase(
-        lambda: Sized(_uneven()), {"batch_size": 1, "num_workers": 1}, batch_mib=100
-    ),
-    "uneven-2": DatasetCase(
-        lambda: Sized(_uneven()), {"batch_size": 1, "num_workers": 2}, batch_mib=100
-    ),
-    "uneven-unbatched": DatasetCase(
-        lambda: Sized(_uneven()), {"batch_size": None, "num_workers": 2}, batch_mib=100
-    ),
-    "expanded": DatasetCase(
-        lambda: Expanded([200] * 10), {"batch_size": None, "num_workers": 1}, batch_mib=1
-    ),
-    "expanded-collate": DatasetCase(
-        lambda: Sized([3] * 10),
-        {"batch_size": 1, "num_workers": 1, "collate_fn": expanded},
-        batch_mib=3,
-    ),
-    "collated": DatasetCase(
-        lambda: Collated([50] * 10), {"batch_size": 1, "num_workers": 1}, batch_mib=1
-    ),
+    "even": _sized(Sized, [1] * 480, _loading(16, 2), 16),
+    "even-slow": _sized(Sized, [1] * 480, _loading(16, 4), 16, 0.03),
+    "large-1": _sized(Sized, [300] * 8, _loading(1, 1), 300),
+    "large-2": _sized(Sized, [300] * 8, _loading(1, 2), 300),
+    "large-slow": _sized(Sized, [300] * 8, _loading(1, 2), 300, 0.5),
+    "uneven-1": _sized(Sized, _uneven(), _loading(1, 1), 100),
+    "uneven-2": _sized(Sized, _uneven(), _loading(1, 2), 100),
+    "uneven-unbatched": _sized(Sized, _uneven(), _loading(None, 2), 100),
+    "expanded": _sized(Expanded, [200] * 10, _loading(None, 1), 1),
+    "expanded-collate": _sized(Sized, [3] * 10, _loading(1, 1, collate_fn=expanded), 3),
+    "collated": _sized(Collated, [50] * 10, _loading(1, 1), 1),
 }
 
 
@@ -213,15 +195,11 @@ def memory(*cases: str, rounds: int = 3) -> Iterator[Row]:
 
 def peak_mib(kind: str, name: str) -> float:
     """The peak of one pass in its own process."""
-    command = [sys.executable, __file__, "walk", kind, name]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
+    with contextlib.ExitStack() as stack:
+        process = started(stack, sys.executable, __file__, "walk", kind, name)
+        line_of(process.stdout)
         before = peak = used_bytes(process.pid)
-        print("go", file=process.stdin, flush=True)
+        send(process)
         while process.poll() is None:
             peak = max(peak, used_bytes(process.pid))
             time.sleep(SAMPLED_S)

@@ -21,6 +21,7 @@ from dataplane.model.errors import ConfigError
 from dataplane_bench.machine import bench_folder
 
 _DELAY_MS_MAX = 10_000
+_FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 class _Bar:
@@ -134,26 +135,12 @@ def _bar() -> Iterator[_Bar]:
 @click.option("--s3-tls", is_flag=True, help="Read from the S3 server over TLS as well as plain.")
 @json_option
 @click.option("--markdown", is_flag=True, help="Write the tables as Markdown to stdout.")
+@click.option("--html", type=_FILE, metavar="FILE", help="Write the report as a page with plots.")
+@click.option("--compare", type=_FILE, metavar="OLD.json", help="Compare with an older report.")
 @click.option(
-    "--html",
-    "html",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Write the report as a page with plots.",
-)
-@click.option(
-    "--compare",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="OLD.json",
-    help="Compare with an older report.",
-)
-@click.option(
-    "--report",
-    "shown",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="REPORT.json",
+    "--report", "shown", type=_FILE, metavar="REPORT.json",
     help="Measure nothing, and show this report.",
-)
+)  # fmt: skip
 @click.option(
     "--install-peer",
     "installs",

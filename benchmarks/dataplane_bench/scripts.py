@@ -11,15 +11,20 @@ import contextlib
 import inspect
 import json
 import os
-import resource
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
-import psutil
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from dataplane_bench.trial import watch
 
 T = TypeVar("T")
 Command = Callable[..., "Iterable[Row] | None"]
@@ -149,19 +154,9 @@ def best_cpu_s(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[s
     return best
 
 
-def family_cpu_s(pid: int | None = None, *, with_ended: bool = False) -> float:
-    """CPU seconds of a process, or of this one, and of all below it; `with_ended` also of children
-    of this process that have ended.
-    """
-    total = 0.0
-    if with_ended:
-        ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-        total = ended.ru_utime + ended.ru_stime
-    root = psutil.Process(pid or os.getpid())
-    for process in (root, *root.children(recursive=True)):
-        with contextlib.suppress(psutil.Error):
-            total += sum(process.cpu_times()[:2])
-    return total
+def family_cpu_s(pid: int | None = None) -> float:
+    """CPU seconds of a process, or of this one, and of all below it, ended ones included."""
+    return watch.cpu_s([pid or os.getpid()])
 
 
 def on_one_core() -> None:
@@ -173,3 +168,66 @@ def exit_with(status: int) -> None:
     """End this process without waiting for a node that it started."""
     sys.stdout.flush()
     os._exit(status)
+
+
+def started(
+    stack: contextlib.ExitStack, *command: str, stderr: int | IO[str] | None = None
+) -> subprocess.Popen[str]:
+    """A process with pipes, which ends with the stack."""
+    pipe = subprocess.PIPE
+    process = stack.enter_context(
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stderr, text=True)
+    )
+    stack.callback(process.kill)
+    return process
+
+
+def line_of(out: IO[str] | None) -> str:
+    assert out is not None
+    line = out.readline()
+    assert line, "a process has ended"
+    return line
+
+
+def send(process: subprocess.Popen[str], line: str = "go\n") -> None:
+    assert process.stdin is not None
+    process.stdin.write(line)
+    process.stdin.flush()
+
+
+def serve(stack: contextlib.ExitStack, *arguments: str) -> tuple[int, str]:
+    """Start a part of a service. Returns its process id, and its address if it is a coordinator."""
+    process = started(stack, sys.executable, "-m", "dataplane", "serve", *arguments)
+    return process.pid, line_of(process.stdout).split()[-1]
+
+
+def rows_of_json(text: str | bytes) -> list[Row]:
+    """The rows that a command of a script wrote with --json."""
+    return [Row(line["name"], line["values"]) for line in json.loads(text)["rows"]]
+
+
+def lists(values: NDArray[Any], length: int) -> pa.FixedSizeListArray:
+    """An Arrow array of rows of this many numbers."""
+    return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), length)
+
+
+def tokens_table(random: np.random.Generator, row_count: int, length: int = 2048) -> pa.Table:
+    """Rows of random tokens."""
+    values = random.integers(0, 50_000, row_count * length, dtype=np.int32)
+    return pa.table({"tokens": lists(values, length)})
+
+
+def shard(table: pa.Table, form: str, block_rows: int) -> bytes:
+    """A table as Parquet, or as Arrow with the compression in the form's name."""
+    out = pa.BufferOutputStream()
+    if form == "parquet":
+        pq.write_table(
+            table, out, row_group_size=block_rows, compression="NONE", use_dictionary=False,
+            write_statistics=False,
+        )  # fmt: skip
+    else:
+        options = pa.ipc.IpcWriteOptions(compression=form.partition("-")[2] or None)
+        with pa.ipc.new_file(out, table.schema, options=options) as writer:
+            writer.write_table(table, max_chunksize=block_rows)
+    content: bytes = out.getvalue().to_pybytes()
+    return content

@@ -85,7 +85,7 @@ def test_a_script_prints_a_table_and_its_help() -> None:
     assert done.returncode == 1
     assert "ms  bar 0: MISSED" in done.stdout
     told = subprocess.run([*command, "--help"], capture_output=True, text=True, check=True).stdout
-    assert "What sequence packs waste" in told
+    assert "How much sequence packs waste" in told
 
 
 def test_the_plan_of_a_mixture_is_measured(script) -> None:

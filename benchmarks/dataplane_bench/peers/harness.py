@@ -10,9 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -25,10 +23,10 @@ from dataplane_bench.model import (
     Settings,
     TrialTask,
     Workload,
-    WorkloadColumn,
 )
 from dataplane_bench.peers import samples
 from dataplane_bench.peers.base import Batch
+from dataplane_bench.peers.rows import TableBatches
 from dataplane_bench.peers.tokenising import tokenised, tokenising
 
 
@@ -135,44 +133,15 @@ class _Source:
 def batches(workload: Workload) -> Iterator[Batch]:
     """The samples in order; documents that a trainer wants packed fill a pack each, or several."""
     names = [column.name for column in workload.columns]
-    tokenise = None
+    tables, tokenise = TableBatches(workload.columns, 0), None
     if workload.delivery is BatchKind.TOKENISED:
         tokenise = tokenising(workload)
     for shard in workload.shards:
         for rows in pq.ParquetFile(shard).iter_batches(workload.batch_size, columns=names):
-            batch: dict[str, Any] = {}
-            for column in workload.columns:
-                _put(batch, column, rows[column.name])
+            batch = dict(tables(pa.Table.from_batches([rows])))
             if tokenise is not None:
                 yield tokenised(tokenise, batch)
             elif workload.delivery is BatchKind.PACKED:
                 yield from samples.unpacked(batch, workload.length, workload.batch_size)
             else:
                 yield batch
-
-
-def _put(batch: dict[str, Any], column: WorkloadColumn, values: pa.Array) -> None:
-    import torch
-
-    match column.kind:
-        case ColumnType.FIXED:
-            flat = values.flatten() if column.shape else values
-            while pa.types.is_fixed_size_list(flat.type):
-                flat = flat.flatten()
-            array = np.array(flat, dtype=column.dtype)
-            batch[column.name] = torch.from_numpy(array.reshape(len(values), *column.shape))
-        case ColumnType.RAGGED:
-            lengths = np.diff(np.array(values.offsets))
-            padded = np.zeros((len(values), int(lengths.max(initial=0))), column.dtype)
-            inside = np.arange(padded.shape[1]) < lengths[:, None]
-            padded[inside] = np.array(values.flatten(), dtype=column.dtype)
-            batch[column.name] = torch.from_numpy(padded)
-            batch[f"{column.name}.length"] = torch.from_numpy(lengths.astype(np.int64))
-        case ColumnType.STRING:
-            batch[column.name] = values.to_pylist()
-        case ColumnType.IMAGE:
-            from dataplane_bench.peers.samples import random_resized_crop_flip
-
-            random = np.random.default_rng(0)
-            crops = [random_resized_crop_flip(image.as_py(), random) for image in values]
-            batch[column.name] = torch.from_numpy(np.stack(crops))

@@ -23,6 +23,7 @@ from dataplane_bench.peers.base import SHUFFLE_BUFFER, Batch
 from dataplane_bench.peers.rows import (
     Row,
     RowCollate,
+    StatefulLoader,
     announce,
     record_type,
     refuses_limit,
@@ -86,50 +87,37 @@ class LitData:
             verbose=False,
         )
 
-    def open(self, task: TrialTask) -> _Opened:
-        return _Opened(task)
+    def open(self, task: TrialTask) -> StatefulLoader:
+        return _opened(task)
 
 
-class _Opened:
-    def __init__(self, task: TrialTask) -> None:
-        from litdata import CombinedStreamingDataset, StreamingDataLoader
+def _opened(task: TrialTask) -> StatefulLoader:
+    from litdata import CombinedStreamingDataset, StreamingDataLoader
 
-        announce(task)
-        workload, settings = task.workload, dict(task.settings)
-        workers = settings.pop("num_workers")
-        dataset: Any
-        if workload.parts:
-            urls = [f"{task.place.url}/{part.name}" for part in workload.parts]
-            dataset = CombinedStreamingDataset(
-                [_dataset(task, url, settings) for url in urls],
-                seed=task.seed,
-                weights=[part.weight for part in workload.parts],
-                iterate_over_all=False,
-            )
-        else:
-            dataset = _dataset(task, task.place.url, settings)
-        are_records = _is_records(workload)
-        collate = functools.partial(_columns, workload) if are_records else RowCollate(workload)
-        self._loader: Any = StreamingDataLoader(
-            dataset,
-            batch_size=workload.batch_size,
-            num_workers=workers,
-            persistent_workers=workers > 0,
-            collate_fn=collate,
+    announce(task)
+    workload, settings = task.workload, dict(task.settings)
+    workers = settings.pop("num_workers")
+    dataset: Any
+    if workload.parts:
+        urls = [f"{task.place.url}/{part.name}" for part in workload.parts]
+        dataset = CombinedStreamingDataset(
+            [_dataset(task, url, settings) for url in urls],
+            seed=task.seed,
+            weights=[part.weight for part in workload.parts],
+            iterate_over_all=False,
         )
-
-    def epoch(self, number: int) -> Iterator[Batch]:
-        return iter(self._loader)
-
-    def state(self) -> Any:
-        return self._loader.state_dict()
-
-    def resume(self, state: Any) -> Iterator[Batch]:
-        self._loader.load_state_dict(state)
-        return iter(self._loader)
-
-    def close(self) -> None:
-        self._loader = None
+    else:
+        dataset = _dataset(task, task.place.url, settings)
+    are_records = _is_records(workload)
+    collate = functools.partial(_columns, workload) if are_records else RowCollate(workload)
+    loader: Any = StreamingDataLoader(
+        dataset,
+        batch_size=workload.batch_size,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        collate_fn=collate,
+    )
+    return StatefulLoader(loader)
 
 
 def _dataset(task: TrialTask, url: str, settings: Settings) -> Any:

@@ -19,9 +19,10 @@ from dataplane_bench.model import (
     Workload,
     WorkloadColumn,
 )
-from dataplane_bench.peers.base import SHUFFLE_BUFFER, Batch
+from dataplane_bench.peers.base import SHUFFLE_BUFFER
 from dataplane_bench.peers.rows import (
     RowCollate,
+    StatefulLoader,
     announce,
     plain,
     refuses_limit,
@@ -79,61 +80,48 @@ class MosaicStreaming:
             for row in rows(workload, workload.shards):
                 shards.write(plain(row))
 
-    def open(self, task: TrialTask) -> _Opened:
-        return _Opened(task)
+    def open(self, task: TrialTask) -> StatefulLoader:
+        return _opened(task)
 
 
-class _Opened:
-    def __init__(self, task: TrialTask) -> None:
-        streaming = _streaming()
-        announce(task)
-        workload, settings = task.workload, dict(task.settings)
-        workers = settings.pop("num_workers")
-        local = str(task.place.folder)
-        remote = None
-        if task.case.store is StorageKind.S3:
-            local, remote = str(task.cache / f"mds-{task.run}"), task.place.url
-            if limit := task.case.cache_bytes_max(task.place.stored_bytes):
-                settings["cache_limit"] = limit
-        where: dict[str, Any] = {"local": local, "remote": remote}
-        if workload.parts:
-            where = {
-                "streams": [
-                    streaming.Stream(local=f"{local}/{part.name}", proportion=part.weight)
-                    for part in workload.parts
-                ],
-                # As long as the first source lasts.
-                "epoch_size": int(min(part.sample_count / part.weight for part in workload.parts)),
-            }
-        with _ranks_together(task):
-            dataset = streaming.StreamingDataset(
-                **where,
-                batch_size=workload.batch_size,
-                shuffle=True,
-                shuffle_algo="py1e",
-                shuffle_seed=task.seed,
-                **settings,
-            )
-        self._loader: Any = streaming.StreamingDataLoader(
-            dataset,
+def _opened(task: TrialTask) -> StatefulLoader:
+    streaming = _streaming()
+    announce(task)
+    workload, settings = task.workload, dict(task.settings)
+    workers = settings.pop("num_workers")
+    local = str(task.place.folder)
+    remote = None
+    if task.case.store is StorageKind.S3:
+        local, remote = str(task.cache / f"mds-{task.run}"), task.place.url
+        if limit := task.case.cache_bytes_max(task.place.stored_bytes):
+            settings["cache_limit"] = limit
+    where: dict[str, Any] = {"local": local, "remote": remote}
+    if workload.parts:
+        where = {
+            "streams": [
+                streaming.Stream(local=f"{local}/{part.name}", proportion=part.weight)
+                for part in workload.parts
+            ],
+            # As long as the first source lasts.
+            "epoch_size": int(min(part.sample_count / part.weight for part in workload.parts)),
+        }
+    with _ranks_together(task):
+        dataset = streaming.StreamingDataset(
+            **where,
             batch_size=workload.batch_size,
-            num_workers=workers,
-            persistent_workers=workers > 0,
-            collate_fn=RowCollate(workload),
+            shuffle=True,
+            shuffle_algo="py1e",
+            shuffle_seed=task.seed,
+            **settings,
         )
-
-    def epoch(self, number: int) -> Iterator[Batch]:
-        return iter(self._loader)
-
-    def state(self) -> Any:
-        return self._loader.state_dict()
-
-    def resume(self, state: Any) -> Iterator[Batch]:
-        self._loader.load_state_dict(state)
-        return iter(self._loader)
-
-    def close(self) -> None:
-        self._loader = None
+    loader: Any = streaming.StreamingDataLoader(
+        dataset,
+        batch_size=workload.batch_size,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        collate_fn=RowCollate(workload),
+    )
+    return StatefulLoader(loader)
 
 
 def _encoding(column: WorkloadColumn) -> str:

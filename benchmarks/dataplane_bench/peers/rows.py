@@ -54,13 +54,9 @@ def rows(workload: Workload, shards: Sequence[Path]) -> Iterator[Row]:
 
 def _values(column: WorkloadColumn, values: pa.Array) -> Sequence[Any]:
     if column.kind is ColumnType.RAGGED:
-        flat = np.array(values.flatten(), dtype=column.dtype)
-        return np.split(flat, np.cumsum(np.diff(values.offsets))[:-1])
+        return lists(column, values)
     if column.kind is ColumnType.FIXED and column.shape:
-        while pa.types.is_fixed_size_list(values.type):
-            values = values.flatten()
-        array = np.array(values, dtype=column.dtype)
-        return array.reshape(-1, *column.shape)  # type: ignore[return-value]
+        return numbers(column, values)  # type: ignore[return-value]
     pylist: list[Any] = values.to_pylist()
     return pylist
 
@@ -141,6 +137,26 @@ def _stacked(values: Sequence[Any]) -> Any:
 
         return torch.from_numpy(np.stack(values))
     return default_collate(list(values))
+
+
+class StatefulLoader:
+    """A loader with a state, which counts its epochs itself."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def epoch(self, number: int) -> Iterator[Batch]:
+        return iter(self._loader)
+
+    def state(self) -> Any:
+        return self._loader.state_dict()
+
+    def resume(self, state: Any) -> Iterator[Batch]:
+        self._loader.load_state_dict(state)
+        return iter(self._loader)
+
+    def close(self) -> None:
+        self._loader = None
 
 
 def record_type(columns: Sequence[WorkloadColumn]) -> np.dtype[np.void]:

@@ -8,7 +8,9 @@ https://meta-pytorch.org/data/main/stateful_dataloader_tutorial.html
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,20 +24,36 @@ from dataplane_bench.model import (
     Workload,
 )
 from dataplane_bench.peers import memmaps
-from dataplane_bench.peers.base import Batch
+from dataplane_bench.peers.base import Batch, Loader
 
 if TYPE_CHECKING:
+    pass
+
+
+def _torch(task: TrialTask) -> Loader:
+    from torch.utils.data import DataLoader
+
     from dataplane_bench.peers.torch_datasets import TorchPeer
 
+    return TorchPeer(DataLoader, task)
 
+
+def _stateful(task: TrialTask) -> Loader:
+    return _Opened(task)
+
+
+@dataclass(frozen=True, slots=True)
 class TorchDataLoader:
     """A map-style dataset with a shuffling sampler; from S3 an iterable one."""
 
-    name = "torch"
-    title = "torch DataLoader"
+    name: str = "torch"
+    title: str = "torch DataLoader"
     requirements: tuple[str, ...] = ()
-    distribution = "torch"
-    delivers = frozenset({BatchKind.STORED, BatchKind.MIXED, BatchKind.TOKENISED})
+    distribution: str = "torch"
+    delivers: frozenset[BatchKind] = frozenset(
+        {BatchKind.STORED, BatchKind.MIXED, BatchKind.TOKENISED}
+    )
+    open: Callable[[TrialTask], Loader] = _torch
 
     def refuses(self, workload: Workload, case: BenchCase) -> str:
         return ""
@@ -58,12 +76,12 @@ class TorchDataLoader:
     def prepare(self, workload: Workload, folder: Path) -> None:
         memmaps.write(workload, folder)
 
-    def open(self, task: TrialTask) -> TorchPeer:
-        from torch.utils.data import DataLoader
 
-        from dataplane_bench.peers.torch_datasets import TorchPeer
-
-        return TorchPeer(DataLoader, task)
+StatefulDataLoader = functools.partial(
+    TorchDataLoader, "stateful", "StatefulDataLoader", ("torchdata",), "torchdata",
+    frozenset({BatchKind.STORED}), _stateful,
+)  # fmt: skip
+"""The sampler's state says where an epoch stands, so that nothing is read again."""
 
 
 def choices(workload: Workload, case: BenchCase, cores: int) -> tuple[Settings, ...]:
@@ -97,33 +115,6 @@ def choices(workload: Workload, case: BenchCase, cores: int) -> tuple[Settings, 
 
 def _workers(count: int) -> Settings:
     return {"num_workers": count, "prefetch_factor": 4} if count else {"num_workers": 0}
-
-
-class StatefulDataLoader:
-    """The sampler's state says where an epoch stands, so that nothing is read again."""
-
-    name = "stateful"
-    title = "StatefulDataLoader"
-    requirements = ("torchdata",)
-    distribution = "torchdata"
-
-    def refuses(self, workload: Workload, case: BenchCase) -> str:
-        return ""
-
-    def layout(self, workload: Workload) -> str:
-        return memmaps.LAYOUT
-
-    def describe(self, workload: Workload) -> str:
-        return memmaps.DESCRIBES
-
-    def settings(self, workload: Workload, case: BenchCase, cores: int) -> tuple[Settings, ...]:
-        return choices(workload, case, cores)
-
-    def prepare(self, workload: Workload, folder: Path) -> None:
-        memmaps.write(workload, folder)
-
-    def open(self, task: TrialTask) -> _Opened:
-        return _Opened(task)
 
 
 class _Opened:
