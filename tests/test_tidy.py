@@ -35,9 +35,9 @@ VAGUE_FUNCTIONS = frozenset({"tell", "look", "ask"})
 CRUMB_LINES_MAX = 80
 # Offences that are left, by rule and folder. A number may only fall: lower it when you can.
 LEFT = {
-    "docstrings": {"dataplane": 0, "loaders": 0, "benchmarks": 43, "tests": 184},
-    "names": {"dataplane": 457, "loaders": 23, "benchmarks": 364, "tests": 2140},
-    "functions": {"dataplane": 38, "loaders": 0, "benchmarks": 5, "tests": 42},
+    "docstrings": {"dataplane": 0, "loaders": 0, "benchmarks": 0, "tests": 184},
+    "names": {"dataplane": 457, "loaders": 23, "benchmarks": 0, "tests": 2140},
+    "functions": {"dataplane": 38, "loaders": 0, "benchmarks": 0, "tests": 42},
     "crumbs": {"dataplane": 3, "loaders": 3},
 }
 

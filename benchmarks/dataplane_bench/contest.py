@@ -33,6 +33,7 @@ from dataplane_bench.model import (
     Workload,
 )
 from dataplane_bench.peers.base import HARNESS, REFERENCE, adapter
+from dataplane_bench.report.cells import settings_text
 from dataplane_bench.report.results import CaseResult, HardwareBound, SystemResult, Tried
 from dataplane_bench.trial.launch import Contestant, Timing, TrialFailed, run_order, run_trial
 
@@ -190,7 +191,9 @@ class Contest:
 
     def _runner(self, entry: Entry, case: BenchCase, workload: Workload) -> _Runner:
         system = adapter(entry.name)
-        refused = _lacks(system, workload) or system.refuses(workload, case)
+        refused = _lacks(system, workload)
+        if not refused and hasattr(system, "refuses"):
+            refused = system.refuses(workload, case)
         is_start = case.mode in (Mode.FIRST, Mode.RESTART)
         if not refused and is_start and case.served and not hasattr(system, "serve"):
             refused = "it has no daemon"
@@ -241,7 +244,9 @@ class Contest:
         self._show.planned(len(choices))
         tried = []
         for settings in choices:
-            self._show.trial(f"{_where(case, workload)}: {entry.name} with {_told(settings)}")
+            self._show.trial(
+                f"{_where(case, workload)}: {entry.name} with {settings_text(settings)}"
+            )
             try:
                 result = self._trial(entry, case, workload, settings, SWEEP)
                 tried.append(Tried(settings, result["samples_per_s"]))
@@ -353,7 +358,3 @@ def _fault(epoch: Mapping[str, Any], truth: Mapping[str, Any], workload: Workloa
 
 def _where(case: BenchCase, workload: Workload) -> str:
     return f"{workload.name}, {case.label}"
-
-
-def _told(settings: Settings) -> str:
-    return ", ".join(f"{name} {value}" for name, value in settings.items()) or "its defaults"

@@ -89,7 +89,8 @@ class Environment:
             return
         if lacking := self.lacks():
             raise ConfigError(f"{self.folder.name} cannot be built: {lacking}")
-        with _locked(self.folder.parent, say):
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        with held(self.folder.parent, lambda: say("waiting for another installation")):
             if self.python is not None:  # another process has created it meanwhile
                 return
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -215,15 +216,19 @@ def _last_words(lines: list[str]) -> list[str]:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path, say: Say) -> Iterator[None]:
-    """Hold the lock (2). The lock is on the folder itself, so no lock file is left behind."""
-    folder.mkdir(parents=True, exist_ok=True)
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def held(folder: Path, waiting: Callable[[], None] | None = None) -> Iterator[None]:
+    """Hold the lock of a folder. The lock is on the folder itself, so no lock file is left behind.
+
+    Raises:  BlockingIOError: another process holds it, and it is not to be waited for.
+    """
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say("waiting for another installation")
+            if waiting is None:
+                raise
+            waiting()
             fcntl.flock(opened, fcntl.LOCK_EX)
         yield
     finally:

@@ -25,6 +25,7 @@ import psutil
 POLL_S = 0.05
 _TAIL_BYTES = 3000
 _PR_SET_PDEATHSIG = 1
+_READY = "ready: "
 _pause = threading.Event()
 
 
@@ -103,6 +104,22 @@ def tail(log: Path) -> str:
     with log.open("rb") as written:
         written.seek(max(log.stat().st_size - _TAIL_BYTES, 0))
         return written.read(_TAIL_BYTES).decode(errors="replace").strip()
+
+
+def announcements(log: Path) -> str:
+    """The whole lines with which a service has announced its parts so far."""
+    lines = log.read_text(errors="replace").splitlines(keepends=True) if log.exists() else []
+    return "".join(line for line in lines if line.startswith(_READY) and line.endswith("\n"))
+
+
+def wait_for_node(process: subprocess.Popen[bytes], log: Path, timeout_s: float) -> str:
+    """The address of a service's node, once the service has announced it.
+
+    Raises:  ProcessEnded: it ended first, or the time is over.
+    """
+    mark = f"{_READY}node "
+    wait_until(lambda: mark in announcements(log), process, log, timeout_s)
+    return announcements(log).partition(mark)[2].splitlines()[0]
 
 
 def pause(seconds: float) -> None:

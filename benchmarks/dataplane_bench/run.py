@@ -6,7 +6,7 @@ import compileall
 import contextlib
 import dataclasses
 import datetime as dt
-import fcntl
+import functools
 import importlib.util
 import os
 import shutil
@@ -19,8 +19,8 @@ from typing import Any
 
 from dataplane.model.errors import ConfigError
 from dataplane_bench.contest import Contest, Entry, Prepared, Show
-from dataplane_bench.environments import environment
-from dataplane_bench.machine import CoreIds, Division, confined, divided, machine_facts
+from dataplane_bench.environments import environment, held
+from dataplane_bench.machine import Division, confined, divided, machine_facts
 from dataplane_bench.model import BenchCase, Mode, StorageKind, Workload
 from dataplane_bench.peers.base import HARNESS, OURS, PEERS
 from dataplane_bench.report.results import BenchReport, CaseResult, ScenarioResult
@@ -172,7 +172,8 @@ def run(options: Options, root: Path, command: str, show: Show) -> BenchReport:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(_scratch(root)))
         stack.enter_context(confined(division.loaders))
-        storage = _Storage(stack, folder, division.server, has_tls=options.s3_tls)
+        server = s3_storage(folder, division.server, has_tls=options.s3_tls)
+        storage = functools.cache(lambda: stack.enter_context(server))
         prepared = Prepared(root / "prepared", folder, storage, show.note)
         timing = Timing(settle_s=0.7, window_s=options.window_s, stall_window_s=0.7)
         rounds = options.rounds
@@ -257,42 +258,14 @@ def _scratch(root: Path) -> Iterator[str]:
     """A folder for this run. Also removes folders of killed runs, whose locks nobody holds."""
     root.mkdir(parents=True, exist_ok=True)
     for old in root.glob(f"{_RUN}*"):
-        with contextlib.suppress(OSError), _held(old):
+        with contextlib.suppress(OSError), held(old):
             shutil.rmtree(old, ignore_errors=True)
     folder = tempfile.mkdtemp(prefix=_RUN, dir=root)
     try:
-        with _held(Path(folder)):
+        with held(Path(folder)):
             yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _held(folder: Path) -> Iterator[None]:
-    """Raises:  BlockingIOError: another process holds it."""
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(opened)
-
-
-class _Storage:
-    """The S3 server, started on first use."""
-
-    def __init__(
-        self, stack: contextlib.ExitStack, folder: Path, usable: CoreIds, *, has_tls: bool
-    ) -> None:
-        self._stack, self._folder = stack, folder
-        self._usable, self._has_tls = usable, has_tls
-        self._storage: Any = None
-
-    def __call__(self) -> Any:
-        if self._storage is None:
-            started = s3_storage(self._folder, self._usable, has_tls=self._has_tls)
-            self._storage = self._stack.enter_context(started)
-        return self._storage
 
 
 def _server_facts(division: Division, *, reads_s3: bool) -> dict[str, Any]:

@@ -421,6 +421,6 @@ def test_every_adapter_has_the_attributes_of_the_contract():
             continue
         assert found.name == name
         assert folder_of(name) is None
-        wanted = ("title", "requirements", "distribution", "refuses", "layout", "describe")
+        wanted = ("title", "requirements", "distribution", "layout", "describe")
         for attribute in (*wanted, "settings", "prepare", "open"):
             assert hasattr(found, attribute), f"{name} has no {attribute}"

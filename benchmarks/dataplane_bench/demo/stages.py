@@ -372,9 +372,9 @@ class Stages:
             command = [processes.tool(words[0]), *words[1:]]
             environment = {**self.environment, **server.environment()}
             process = stack.enter_context(processes.running(command, environment, log))
-            processes.wait_until(lambda: bool(_ready(log, "node")), process, log, START_TIMEOUT_S)
-            service = RunningService(process, _ready(log, "node"))
-            self.report.output("".join(f"{line}\n" for line in _ready_lines(log)))
+            address = processes.wait_for_node(process, log, START_TIMEOUT_S)
+            service = RunningService(process, address)
+            self.report.output(processes.announcements(log))
             self.report.note(
                 "The service has the S3 credentials. The trainers have none: they connect to the "
                 "service and map its memory."
@@ -490,16 +490,3 @@ def saved_in(run: Run) -> dict[str, Any]:
 
     saved: dict[str, Any] = torch.load(run.checkpoint, weights_only=True)
     return saved
-
-
-def _ready_lines(log: Path) -> list[str]:
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    return [line for line in lines if line.startswith("ready: ")]
-
-
-def _ready(log: Path, what: str) -> str:
-    """The address that the service announced, "" so far."""
-    mark = f"ready: {what} "
-    return next(
-        (line.removeprefix(mark) for line in _ready_lines(log) if line.startswith(mark)), ""
-    )

@@ -72,9 +72,6 @@ class Peer(Protocol):
     distribution: str
     """Whose version is told."""
 
-    def refuses(self, workload: Workload, case: BenchCase) -> str:
-        """Why the loader cannot run this case, in half a sentence; "" if it can."""
-
     def layout(self, workload: Workload) -> str:
         """Its format for these samples, a folder's name ("mds", "npy"): adapters with the same name
         share what `prepare` wrote, and must write the same.
@@ -91,6 +88,13 @@ class Peer(Protocol):
 
     def open(self, task: TrialTask) -> Loader:
         """The loader, set up as `task.settings` says; time counts from here on."""
+
+
+class RefusingPeer(Peer, Protocol):
+    """An adapter of a loader that cannot run every case."""
+
+    def refuses(self, workload: Workload, case: BenchCase) -> str:
+        """Why the loader cannot run this case, in half a sentence; "" if it can."""
 
 
 class ServedPeer(Peer, Protocol):

@@ -32,7 +32,6 @@ BLOCK_BYTES = 4 << 20
 _BLOCKS_AT_EDGES = 3
 START_TIMEOUT_S = 60.0
 DRAIN_TIMEOUT_S = 10.0
-_READY = "ready: node "
 _MADE = {
     BatchKind.MIXED: "a Mixture",
     BatchKind.PACKED: "its workers pack, anew in each epoch",
@@ -48,9 +47,6 @@ class Dataplane:
     requirements: tuple[str, ...] = ()
     distribution = "dataplane-loader"
     delivers = frozenset(BatchKind)
-
-    def refuses(self, workload: Workload, case: BenchCase) -> str:
-        return ""
 
     def layout(self, workload: Workload) -> str:
         return "shards" if workload.urls or workload.delivery is BatchKind.TOKENISED else "arrow"
@@ -172,20 +168,13 @@ class _Service:
                 stderr=subprocess.STDOUT,
             )
         try:
-            processes.wait_until(lambda: bool(_address(log)), self._process, log, START_TIMEOUT_S)
+            self.address = processes.wait_for_node(self._process, log, START_TIMEOUT_S)
         except BaseException:
             self.close()
             raise
-        self.address = _address(log)
 
     def close(self) -> None:
         processes.end(self._process, DRAIN_TIMEOUT_S)
-
-
-def _address(log: Path) -> str:
-    """Its message when it is ready; "" until then."""
-    whole = log.read_text(errors="replace").rpartition("\n")[0].splitlines()
-    return next((line.removeprefix(_READY) for line in whole if line.startswith(_READY)), "")
 
 
 def _making(workload: Workload) -> dict[str, Any]:

@@ -100,9 +100,6 @@ class Reference:
     requirements: tuple[str, ...] = ()
     distribution = "pyarrow"
 
-    def refuses(self, workload: Workload, case: BenchCase) -> str:
-        return ""
-
     def layout(self, workload: Workload) -> str:
         return "reference"
 

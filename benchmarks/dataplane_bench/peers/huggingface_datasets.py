@@ -173,9 +173,6 @@ class HuggingFaceDatasets:
     distribution = "datasets"
     delivers = frozenset(BatchKind)
 
-    def refuses(self, workload: Workload, case: BenchCase) -> str:
-        return ""
-
     def layout(self, workload: Workload) -> str:
         return "huggingface"
 

@@ -7,7 +7,7 @@ of its own. Lists, texts and images are their values one after the other, and wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ DESCRIBES = (
 )
 _BATCH_ROWS = 4096
 
+Crops = Callable[[Sequence[NDArray[np.uint8]], np.random.Generator], Any]
 Packed = dict[str, Any]
 """A batch before its matrices are taken apart: what worker processes send."""
 
@@ -141,8 +142,8 @@ class MappedRows:
     lists: Mapping[str, tuple[NDArray[Any], NDArray[np.int64]]]
     random: np.random.Generator = field(default_factory=np.random.default_rng)
 
-    def gather(self, ids: NDArray[np.int64]) -> Packed:
-        """These samples, as one batch."""
+    def gather(self, ids: NDArray[np.int64], crops: Crops | None = None) -> Packed:
+        """These samples, as one batch; `crops` makes images of JPEGs, if not the usual decoder."""
         import torch
 
         index = torch.from_numpy(ids)
@@ -151,7 +152,10 @@ class MappedRows:
             values, offsets = self.lists[column.name]
             starts, ends = offsets[ids].tolist(), offsets[ids + 1].tolist()
             rows = [values[start:end] for start, end in zip(starts, ends, strict=True)]
-            packed |= collated(column, [made(column, row, self.random) for row in rows])
+            if crops and column.kind is ColumnType.IMAGE:
+                packed[column.name] = crops(rows, self.random)
+            else:
+                packed |= collated(column, [made(column, row, self.random) for row in rows])
         return packed
 
     def sample(self, index: int) -> dict[str, Any]:

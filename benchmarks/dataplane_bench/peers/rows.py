@@ -212,12 +212,12 @@ class TableBatches:
                 batch[name] = values.to_pylist()
             case ColumnType.IMAGE:
                 if self._random is None:
-                    self._random = np.random.default_rng((self._seed, _worker_index()))
+                    self._random = np.random.default_rng((self._seed, worker_index()))
                 crops = [random_resized_crop_flip(image, self._random) for image in encoded(values)]
                 batch[name] = torch.from_numpy(np.stack(crops))
 
 
-def _worker_index() -> int:
+def worker_index() -> int:
     from torch.utils.data import get_worker_info
 
     worker = get_worker_info()

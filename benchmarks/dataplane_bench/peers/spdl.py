@@ -46,9 +46,6 @@ class Spdl:
     requirements = ("spdl",)
     distribution = "spdl"
 
-    def refuses(self, workload: Workload, case: BenchCase) -> str:
-        return ""
-
     def layout(self, workload: Workload) -> str:
         return memmaps.LAYOUT
 
@@ -183,43 +180,25 @@ class _Gather:
     def __init__(self, task: TrialTask) -> None:
         self._size = task.workload.batch_size
         self._matrices = [dense for dense in memmaps.dense_files(task.workload) if dense.is_matrix]
-        self._is_own = task.settings.get("decoder") == "spdl.io"
+        self._crops = _crops if task.settings.get("decoder") == "spdl.io" else None
 
     def __call__(self, request: _Asked) -> list[Batch]:
         rows, ids = request
         batches: list[Batch] = []
         for start in range(0, len(ids), self._size):
             part = ids[start : start + self._size]
-            packed = _with_own_decoder(rows, part) if self._is_own else rows.gather(part)
+            packed = rows.gather(part, self._crops)
             batches.append(memmaps.unpacked(self._matrices, packed))
         return batches
 
 
-def _with_own_decoder(rows: memmaps.MappedRows, ids: NDArray[np.int64]) -> memmaps.Packed:
-    """Like `rows.gather`, but SPDL decodes, crops and resizes the images."""
-    import torch
-
-    index = torch.from_numpy(ids)
-    packed = {name: dense.index_select(0, index) for name, dense in rows.dense.items()}
-    for column in memmaps.listed(rows.workload):
-        values, offsets = rows.lists[column.name]
-        bounds = zip(offsets[ids].tolist(), offsets[ids + 1].tolist(), strict=True)
-        parts = [values[start:end] for start, end in bounds]
-        if column.kind is ColumnType.IMAGE:
-            packed[column.name] = _crops([part.tobytes() for part in parts], rows.random)
-        else:
-            made = [memmaps.made(column, part, rows.random) for part in parts]
-            packed |= memmaps.collated(column, made)
-    return packed
-
-
-def _crops(encoded: Sequence[bytes], random: np.random.Generator) -> Any:
-    """Shapes:  result: uint8[B, CROP, CROP, 3], a tensor."""
+def _crops(encoded: Sequence[NDArray[np.uint8]], random: np.random.Generator) -> Any:
+    """Images that SPDL decodes, crops and resizes.   Shapes:  result: uint8[B, CROP, CROP, 3]."""
     import simplejpeg  # type: ignore[import-untyped]
     import spdl.io
 
     frames = []
-    for image in encoded:
+    for image in map(bytes, encoded):
         height, width, _, _ = simplejpeg.decode_jpeg_header(image)
         top, left, high, wide = crop_box(height, width, random)
         steps = [

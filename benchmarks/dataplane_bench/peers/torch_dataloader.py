@@ -55,9 +55,6 @@ class TorchDataLoader:
     )
     open: Callable[[TrialTask], Loader] = _torch
 
-    def refuses(self, workload: Workload, case: BenchCase) -> str:
-        return ""
-
     def layout(self, workload: Workload) -> str:
         return memmaps.LAYOUT
 

@@ -17,6 +17,7 @@ from dataplane_bench.model import BatchKind, StorageKind, TrialTask, Workload, W
 from dataplane_bench.peers import memmaps
 from dataplane_bench.peers.base import Batch
 from dataplane_bench.peers.memmaps import MappedRows, Packed
+from dataplane_bench.peers.rows import worker_index
 from dataplane_bench.peers.tokenising import set_threads, tokenised, tokenising
 
 State = dict[str, Any]
@@ -114,16 +115,11 @@ class Mapped:
 
     def __getitem__(self, ids: Any) -> Packed:
         if self._rows is None:
-            random = np.random.default_rng((self._seed, _worker_index()))
+            random = np.random.default_rng((self._seed, worker_index()))
             self._rows = memmaps.mapped(self._workload, self._folder, random)
         if isinstance(ids, np.ndarray):
             return self._rows.gather(ids)
         return self._rows.sample(int(ids))
-
-
-def _worker_index() -> int:
-    worker = torch.utils.data.get_worker_info()
-    return 0 if worker is None else worker.id + 1
 
 
 def as_it_is(batch: Packed) -> Packed:

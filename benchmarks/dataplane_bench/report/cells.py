@@ -79,7 +79,7 @@ def span(spread: Spread | None, word: Callable[[float | None], str]) -> str:
     return f"{word(spread.median)} ({word(spread.low)} to {word(spread.high)})"
 
 
-def settings_told(settings: Settings) -> str:
+def settings_text(settings: Settings) -> str:
     """{"num_workers": 2} -> "num_workers 2"."""
     text = ", ".join(f"{name} {value}" for name, value in settings.items())
     return text or "its defaults"

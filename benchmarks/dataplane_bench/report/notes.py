@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from dataplane.commands.output import counted
 from dataplane_bench.model import BatchKind, BenchCase, Mode, StorageKind, Workload
-from dataplane_bench.report.cells import number, off, rate, settings_told, share, size, times, title
+from dataplane_bench.report.cells import number, off, rate, settings_text, share, size, times, title
 from dataplane_bench.report.figures import (
     HEADROOM,
     NOISY,
@@ -348,13 +348,13 @@ def _choice(result: SystemResult) -> str:
     if not result.sweep and not result.settings:
         return ""
     chosen = [attempt for attempt in result.sweep if attempt.settings == result.settings]
-    text = settings_told(result.settings)
+    text = settings_text(result.settings)
     if len(result.sweep) < 2:
         return text
     text += f" ({_tried(chosen[0])})" if chosen else ""
     others = [attempt for attempt in result.sweep if attempt not in chosen]
     tried = "; ".join(
-        f"{settings_told(attempt.settings)} ({_tried(attempt)})" for attempt in others
+        f"{settings_text(attempt.settings)} ({_tried(attempt)})" for attempt in others
     )
     return f"{text}; tried: {tried}" if tried else text
 
