@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import os
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -46,49 +46,36 @@ TIMEOUT_S = 120.0
 MEASURE_S = 0.3
 """How long each measurement repeats itself."""
 
-MEMCPY = "memcpy_gb_per_s"
-PAGE_CACHE = "page_cache_gb_per_s"
-GATHER = "gather_gb_per_s"
-TABLE_GATHER = "table_gather_gb_per_s"
-PARQUET = "parquet_gb_per_s"
-JPEG_DECODE = "jpeg_decode_per_s"
-JPEG_CROP = "jpeg_decode_resize_per_s"
-LISTS = "padded_lists_per_s"
-STRINGS = "string_rows_per_s"
-PACKS = "packs_gb_per_s"
-TOKENS = "tokenised_texts_per_s"
-S3 = "s3_gb_per_s"
-
 
 def names(workload: Workload, store: StorageKind) -> tuple[str, ...]:
     """The measurements that cases of this workload need."""
-    measurements = [MEMCPY, PAGE_CACHE]
+    measurements = ["memcpy_gb_per_s", "page_cache_gb_per_s"]
     match workload.delivery:
         case BatchKind.PACKED:
-            return (*measurements, PACKS)
+            return (*measurements, "packs_gb_per_s")
         case BatchKind.TOKENISED:
-            return (*measurements, PARQUET, TOKENS)
+            return (*measurements, "parquet_gb_per_s", "tokenised_texts_per_s")
     match workload.shape:
         case "tokens":
-            measurements += [GATHER, PARQUET]
+            measurements += ["gather_gb_per_s", "parquet_gb_per_s"]
         case "tabular":
-            measurements += [TABLE_GATHER, PARQUET]
+            measurements += ["table_gather_gb_per_s", "parquet_gb_per_s"]
         case "images":
-            measurements += [JPEG_DECODE, JPEG_CROP]
+            measurements += ["jpeg_decode_per_s", "jpeg_decode_resize_per_s"]
         case _:
-            measurements += [PARQUET]
+            measurements += ["parquet_gb_per_s"]
     if workload.of_kind(ColumnType.RAGGED):
-        measurements.append(LISTS)
+        measurements.append("padded_lists_per_s")
     if workload.of_kind(ColumnType.STRING):
-        measurements.append(STRINGS)
+        measurements.append("string_rows_per_s")
     if store is StorageKind.S3:
-        measurements.append(S3)
+        measurements.append("s3_gb_per_s")
     return tuple(measurements)
 
 
 def measured_name(name: str, case: BenchCase) -> str:
     """The name of a measurement in a report: what S3 gives depends on the line to the server."""
-    if name != S3:
+    if name != "s3_gb_per_s":
         return name
     line = f"{case.delay_ms:g}_ms{'_tls' if case.over_tls else ''}"
     return f"s3_{line}{name.removeprefix('s3')}"
@@ -134,26 +121,29 @@ def bound_of(
     cores = len(os.sched_getaffinity(0))
     fixed = sum(column.sample_bytes for column in workload.of_kind(ColumnType.FIXED))
     limits = [
-        (f"JPEG decode and resize x {cores} cores", rates.get(JPEG_CROP, math.inf) * cores),
-        ("gather, one core", _samples_of(rates, GATHER, fixed)),
-        ("gather of whole rows, one core", _samples_of(rates, TABLE_GATHER, fixed)),
-        ("gather and padding of lists, one core", rates.get(LISTS, math.inf)),
-        ("making strings, one core", rates.get(STRINGS, math.inf)),
-        ("gather of tokens, one core", _samples_of(rates, PACKS, 4 * workload.length)),
-        (f"tokenizer x {cores} cores", rates.get(TOKENS, math.inf) * cores),
+        (
+            f"JPEG decode and resize x {cores} cores",
+            cores * rates.get("jpeg_decode_resize_per_s", inf),
+        ),
+        ("gather, one core", _samples_of(rates, "gather_gb_per_s", fixed)),
+        ("gather of whole rows, one core", _samples_of(rates, "table_gather_gb_per_s", fixed)),
+        ("gather and padding of lists, one core", rates.get("padded_lists_per_s", inf)),
+        ("making strings, one core", rates.get("string_rows_per_s", inf)),
+        ("gather of tokens, one core", _samples_of(rates, "packs_gb_per_s", 4 * workload.length)),
+        (f"tokenizer x {cores} cores", rates.get("tokenised_texts_per_s", inf) * cores),
     ]
     if store is StorageKind.S3:
         shards = workload.shards
         stored = sum(path.stat().st_size for path in shards) / workload.sample_count
-        limits.append(("S3 server's own ceiling", _samples_of(rates, S3, stored)))
-    known = [(name, limit) for name, limit in limits if math.isfinite(limit)]
+        limits.append(("S3 server's own ceiling", _samples_of(rates, "s3_gb_per_s", stored)))
+    known = [(name, limit) for name, limit in limits if isfinite(limit)]
     return sorted(known, key=lambda bound: bound[1])
 
 
 def _samples_of(rates: Mapping[str, float], name: str, sample_bytes: float) -> float:
     """Samples/s at a rate in GB/s."""
     if name not in rates or not sample_bytes:
-        return math.inf
+        return inf
     return rates[name] * 1e9 / sample_bytes
 
 
@@ -198,13 +188,13 @@ def best_rate(work: Callable[[], object], amount: float, seconds: float) -> floa
     return amount / best
 
 
-def memcpy(subject: Subject) -> float:
+def memcpy_gb_per_s(subject: Subject) -> float:
     """GB/s of one core that copies between two buffers larger than the caches."""
     source, target = (np.ones(_COPY_BYTES, np.uint8) for _ in range(2))
     return best_rate(lambda: np.copyto(target, source), _COPY_BYTES, subject.seconds) / 1e9
 
 
-def page_cache(subject: Subject) -> float:
+def page_cache_gb_per_s(subject: Subject) -> float:
     """GB/s of one core reading a source shard into a warm buffer."""
     buffer = memoryview(bytearray(_WARM_BYTES))
     buffer[:] = bytes(_WARM_BYTES)
@@ -222,7 +212,7 @@ def page_cache(subject: Subject) -> float:
         os.close(fd)
 
 
-def gather(subject: Subject) -> float:
+def gather_gb_per_s(subject: Subject) -> float:
     """GB/s of one core taking random rows of the widest column into a warm buffer."""
     column = max(subject.workload.of_kind(ColumnType.FIXED), key=lambda fixed: fixed.sample_bytes)
     rows = _numbers(_start(subject, [column.name])[column.name]).astype(column.dtype, copy=False)
@@ -240,7 +230,7 @@ def _row_gather(rows: NDArray[Any], seconds: float) -> float:
     )
 
 
-def table_gather(subject: Subject) -> float:
+def table_gather_gb_per_s(subject: Subject) -> float:
     """GB/s of one core taking random rows of a table into a warm buffer. All columns of a row lie
     side by side, the best case: no layout of a loader reads fewer bytes.
     """
@@ -248,7 +238,7 @@ def table_gather(subject: Subject) -> float:
     return _row_gather(np.ones((1 << 16, width), np.uint8), subject.seconds) / 1e9
 
 
-def parquet(subject: Subject) -> float:
+def parquet_gb_per_s(subject: Subject) -> float:
     """GB/s, as decoded, of one core decoding a row group of a source shard."""
     with pq.ParquetFile(subject.shards[0]) as file:
         decoded = file.read_row_group(0, use_threads=False).nbytes
@@ -256,7 +246,7 @@ def parquet(subject: Subject) -> float:
         return best_rate(decode, decoded, subject.seconds) / 1e9
 
 
-def jpeg_decode(subject: Subject) -> float:
+def jpeg_decode_per_s(subject: Subject) -> float:
     """Images/s of one core, decoded whole."""
     import simplejpeg  # type: ignore[import-untyped]
 
@@ -269,7 +259,7 @@ def jpeg_decode(subject: Subject) -> float:
     return best_rate(batch, len(images), subject.seconds)
 
 
-def jpeg_crop(subject: Subject) -> float:
+def jpeg_decode_resize_per_s(subject: Subject) -> float:
     """Images/s of one core, decoded whole, cropped at random, resized and flipped."""
     from dataplane_bench.peers.samples import random_resized_crop_flip
 
@@ -284,7 +274,7 @@ def jpeg_crop(subject: Subject) -> float:
     return best_rate(batch, len(images), subject.seconds)
 
 
-def padded_lists(subject: Subject) -> float:
+def padded_lists_per_s(subject: Subject) -> float:
     """Samples/s of one core writing random lists into zeroed batches.
 
     Lists have the mean length of real ones, and batches their mean width. So as many bytes move,
@@ -306,7 +296,7 @@ def padded_lists(subject: Subject) -> float:
     return 1 / seconds
 
 
-def string_rows(subject: Subject) -> float:
+def string_rows_per_s(subject: Subject) -> float:
     """Samples/s of one core that makes Python strings from UTF-8."""
     seconds = 0.0
     for column in subject.workload.of_kind(ColumnType.STRING):
@@ -318,7 +308,7 @@ def string_rows(subject: Subject) -> float:
     return 1 / seconds
 
 
-def packs(subject: Subject) -> float:
+def packs_gb_per_s(subject: Subject) -> float:
     """GB/s of one core taking tokens by packs into a warm buffer, as if none had two documents."""
     column = subject.workload.of_kind(ColumnType.RAGGED)[0]
     tokens = _numbers(_start(subject, [column.name])[column.name]).astype(column.dtype, copy=False)
@@ -327,7 +317,7 @@ def packs(subject: Subject) -> float:
     return _row_gather(rows, subject.seconds) / 1e9
 
 
-def tokenised_texts(subject: Subject) -> float:
+def tokenised_texts_per_s(subject: Subject) -> float:
     """Texts/s of one core that tokenises them."""
     os.environ[THREADS] = "false"
     tokenise = tokenising(subject.workload)
@@ -335,7 +325,7 @@ def tokenised_texts(subject: Subject) -> float:
     return best_rate(lambda: tokenise(texts), len(texts), subject.seconds)
 
 
-def s3(subject: Subject) -> float:
+def s3_gb_per_s(subject: Subject) -> float:
     """GB/s of several concurrent ranged GETs, whose bytes are discarded."""
     import obstore
     from obstore.store import S3Store
@@ -369,19 +359,13 @@ def s3(subject: Subject) -> float:
 
 
 MEASURES: dict[str, Callable[[Subject], float]] = {
-    MEMCPY: memcpy,
-    PAGE_CACHE: page_cache,
-    GATHER: gather,
-    TABLE_GATHER: table_gather,
-    PARQUET: parquet,
-    JPEG_DECODE: jpeg_decode,
-    JPEG_CROP: jpeg_crop,
-    LISTS: padded_lists,
-    STRINGS: string_rows,
-    PACKS: packs,
-    TOKENS: tokenised_texts,
-    S3: s3,
-}
+    measure.__name__: measure
+    for measure in (
+        memcpy_gb_per_s, page_cache_gb_per_s, gather_gb_per_s, table_gather_gb_per_s,
+        parquet_gb_per_s, jpeg_decode_per_s, jpeg_decode_resize_per_s, padded_lists_per_s,
+        string_rows_per_s, packs_gb_per_s, tokenised_texts_per_s, s3_gb_per_s,
+    )
+}  # fmt: skip
 
 
 def _start(subject: Subject, names: Sequence[str]) -> pa.Table:

@@ -33,7 +33,7 @@ from dataplane_bench.peers.base import SHUFFLE_BUFFER, Batch
 from dataplane_bench.peers.samples import crop_box
 
 _BUFFERED = 4
-_Asked = tuple[memmaps.MappedRows, NDArray[np.int64]]
+_Request = tuple[memmaps.MappedRows, NDArray[np.int64]]
 _FETCHED_AT_ONCE = 3
 """Windows of rows that are on their way from S3."""
 
@@ -152,7 +152,7 @@ class _Order:
         random = np.random.default_rng((task.seed, task.rank))
         self._rows = memmaps.mapped(task.workload, task.place.folder, random)
 
-    def __call__(self, epoch: int) -> Iterator[_Asked]:
+    def __call__(self, epoch: int) -> Iterator[_Request]:
         task = self._task
         order = np.random.default_rng((task.seed, epoch)).permutation(task.workload.sample_count)
         mine = order[task.rank :: task.size]
@@ -165,11 +165,11 @@ class _Shuffle:
     def __init__(self, task: TrialTask) -> None:
         self._step = task.workload.batch_size * task.settings["batches"]
 
-    def __call__(self, rows: memmaps.MappedRows) -> Iterator[_Asked]:
+    def __call__(self, rows: memmaps.MappedRows) -> Iterator[_Request]:
         yield from _parts(rows, rows.random.permutation(rows.count), self._step)
 
 
-def _parts(rows: memmaps.MappedRows, ids: NDArray[np.int64], step: int) -> Iterator[_Asked]:
+def _parts(rows: memmaps.MappedRows, ids: NDArray[np.int64], step: int) -> Iterator[_Request]:
     for start in range(0, len(ids), step):
         yield rows, ids[start : start + step]
 
@@ -182,7 +182,7 @@ class _Gather:
         self._matrices = [dense for dense in memmaps.dense_files(task.workload) if dense.is_matrix]
         self._crops = _crops if task.settings.get("decoder") == "spdl.io" else None
 
-    def __call__(self, request: _Asked) -> list[Batch]:
+    def __call__(self, request: _Request) -> list[Batch]:
         rows, ids = request
         batches: list[Batch] = []
         for start in range(0, len(ids), self._size):

@@ -135,20 +135,20 @@ RATES = (
         "CPU s /M",
         "CPU-s per M samples",
         "CPU seconds per million samples, of all its processes, including daemons and workers",
-        lambda system: number(system.cpu_s_per_million),
+        lambda system: number(system.middle("cpu_s_per_million")),
     ),
     Heading(
         "server CPU s /M",
         "S3 server's CPU-s per M samples",
         "CPU seconds of the S3 server and the delay before it, per million samples; they count to "
         "no loader",
-        lambda system: number(system.server_cpu_s_per_million),
+        lambda system: number(system.middle("server_cpu_s_per_million")),
     ),
     Heading(
         "peak GiB",
         "peak memory, GiB",
         "PSS summed over all its processes: what they share counts once",
-        lambda system: gibibytes(system.memory_peak),
+        lambda system: gibibytes(system.middle("memory_peak")),
     ),
     Heading(
         "first s",
@@ -167,13 +167,13 @@ RATES = (
         "stall share",
         "share of its time that a trainer waits, if its step takes as long as given in the line "
         "above",
-        lambda system: share(system.stall_share),
+        lambda system: share(system.middle("stall_share")),
     ),
     Heading(
         "p99 ms",
         "p99 wait, ms",
         "wait for a batch that one batch in a hundred exceeds",
-        lambda system: number(system.wait_p99_ms, 2),
+        lambda system: number(system.middle("wait_p99_ms"), 2),
     ),
     _RATIO,
 )
@@ -181,7 +181,7 @@ TRAINER = Heading(
     "loop CPU",
     "trainer's own thread",
     "share of a core that the trainer's loading thread used, of all ranks and jobs together",
-    lambda system: share(system.trainer_cpu_share),
+    lambda system: share(system.middle("trainer_cpu_share")),
 )
 """Shown only if there is room for it."""
 STARTS = (
@@ -202,13 +202,13 @@ STARTS = (
         "CPU s",
         "CPU s",
         "CPU seconds of all its processes until the first batch",
-        lambda system: number(system.cpu_s),
+        lambda system: number(system.middle("cpu_s")),
     ),
     Heading(
         "peak GiB",
         "peak memory, GiB",
         "PSS summed over all its processes: what they share counts once",
-        lambda system: gibibytes(system.memory_peak),
+        lambda system: gibibytes(system.middle("memory_peak")),
     ),
     _RATIO,
 )

@@ -94,17 +94,12 @@ class SystemFigures:
     gb_per_s: float | None = None
     of_bound: float | None = None
     ratio: Spread | None = None
-    cpu_s: float | None = None
-    cpu_s_per_million: float | None = None
-    server_cpu_s_per_million: float | None = None
-    memory_peak: float | None = None
-    stall_share: float | None = None
-    step_ms: float | None = None
-    wait_p50_ms: float | None = None
-    wait_p99_ms: float | None = None
-    trainer_cpu_share: float | None = None
     by: str = ""
     typical: Figures | None = None
+
+    def middle(self, name: str) -> float | None:
+        """The median over the rounds of a figure of trials; results.py lists them."""
+        return _middle(self.result, name)
 
     @property
     def main(self) -> Spread | None:
@@ -283,15 +278,6 @@ def _system(
         ratio=ratio,
         by=next((str(trial["by"]) for trial in result.trials if trial.get("by")), ""),
         typical=_typical(result, speeds),
-        cpu_s=_middle(result, "cpu_s"),
-        cpu_s_per_million=_middle(result, "cpu_s_per_million"),
-        server_cpu_s_per_million=_middle(result, "server_cpu_s_per_million"),
-        memory_peak=_middle(result, "memory_peak"),
-        stall_share=_middle(result, "stall_share"),
-        step_ms=_middle(result, "step_ms"),
-        wait_p50_ms=_middle(result, "wait_p50_ms"),
-        wait_p99_ms=_middle(result, "wait_p99_ms"),
-        trainer_cpu_share=_middle(result, "trainer_cpu_share"),
     )
 
 

@@ -72,7 +72,7 @@ def about(case: CaseFigures) -> str:
     if case.bounds:
         limits = (f"{rate(limit.median)} samples/s ({name})" for name, limit in case.bounds)
         parts.append(f"bound: {', '.join(limits)}")
-    steps = {system.step_ms for system in case.measured if system.step_ms}
+    steps = [step for system in case.measured if (step := system.middle("step_ms"))]
     if steps and not case.case.step_ms:
         parts.append(f"stall of a trainer with steps of {max(steps):g} ms")
     return "; ".join(parts)

@@ -29,6 +29,10 @@ BOUND_SHOWN = 4.0
 place it would leave no room for the bars."""
 
 
+def _times(figure: float | None, factor: float) -> float | None:
+    return None if figure is None else figure * factor
+
+
 @dataclass(frozen=True, slots=True)
 class BarScale:
     """The quantity that bars show. `label` is the text beside a bar of that height."""
@@ -58,19 +62,19 @@ CPU = BarScale(
     "cpu",
     "CPU per million samples",
     "CPU seconds, all processes",
-    lambda system: system.cpu_s_per_million,
+    lambda system: system.middle("cpu_s_per_million"),
 )
 MEMORY = BarScale(
     "memory",
     "peak memory",
     "GiB (PSS, all processes)",
-    lambda system: None if system.memory_peak is None else system.memory_peak / 2**30,
+    lambda system: _times(system.middle("memory_peak"), 2**-30),
 )
 STALL = BarScale(
     "stall",
     "stall of a trainer that computes",
     "% of its time",
-    lambda system: None if system.stall_share is None else system.stall_share * 100,
+    lambda system: _times(system.middle("stall_share"), 100),
 )
 
 
@@ -236,11 +240,10 @@ def of_case(case: CaseFigures, marks: Marks) -> list[Plot]:
 def _waits(drawn: Sequence[SystemFigures], marks: Marks) -> Plot | None:
     """From the median wait to the 99th percentile, on a logarithmic axis."""
     rows = [
-        (system, system.wait_p50_ms, system.wait_p99_ms)
+        (system, p50, p99)
         for system in drawn
-        if system.wait_p50_ms is not None
-        and system.wait_p99_ms is not None
-        and system.wait_p99_ms > 0
+        if (p50 := system.middle("wait_p50_ms")) is not None
+        and (p99 := system.middle("wait_p99_ms"))
     ]
     if not rows:
         return None
