@@ -7,7 +7,7 @@ offsets), and its kernels support only some of them. An array with 32-bit offset
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -81,6 +81,20 @@ def read_as(array: pa.Array, kind: pa.DataType) -> pa.Array:
     if pa.types.is_temporal(array.type) and pa.types.is_integer(kind):
         return array.view(kind)
     return array.cast(kind)
+
+
+def first_refused(array: pa.Array, read: Callable[[pa.Array], object]) -> int:
+    """Return the first row that this function refuses with an error of Arrow; there is one."""
+    start, stop = 0, len(array)
+    while stop - start > 1:
+        middle = (start + stop) // 2
+        try:
+            read(pa.concat_arrays([array.slice(start, middle - start)]))
+        except pa.ArrowException:
+            stop = middle
+        else:
+            start = middle
+    return start
 
 
 def _read_as_struct(array: pa.Array, kind: pa.DataType, mask: pa.Array | None) -> pa.Array:

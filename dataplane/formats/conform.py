@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import pyarrow as pa
 
-from dataplane.formats.arrays import read_as, record_batch, widened
+from dataplane.formats.arrays import first_refused, read_as, record_batch, widened
 from dataplane.formats.base import RawBlock
 from dataplane.formats.faults import FOREIGN, corrupt, foreign_faults
 from dataplane.formats.joint_types import is_readable_as, same_type
@@ -148,7 +148,7 @@ def _typed(array: pa.Array, field: pa.Field, block: RawBlock) -> pa.Array:
             return array
         if same_type(kind, array.type):
             raise
-        row = _first_unlike(array, kind)
+        row = first_refused(array, lambda some: read_as(some, kind))
         raise SchemaMismatch(
             f"{block.url}: row {row} of block {block.index}: column {field.name!r} is "
             f"{array.type} here and {kind} in the dataset, whose shards differ, and this type "
@@ -159,20 +159,6 @@ def _typed(array: pa.Array, field: pa.Field, block: RawBlock) -> pa.Array:
             expected=str(kind),
             found=str(array.type),
         ) from fault
-
-
-def _first_unlike(array: pa.Array, kind: pa.DataType) -> int:
-    """Return the first row that cannot be read as this type; there is one."""
-    start, stop = 0, len(array)
-    while stop - start > 1:
-        middle = (start + stop) // 2
-        try:
-            read_as(pa.concat_arrays([array.slice(start, middle - start)]), kind)
-        except pa.ArrowInvalid:
-            stop = middle
-        else:
-            start = middle
-    return start
 
 
 def check_rows(url: str, offset: int, expected: int, count: int) -> None:

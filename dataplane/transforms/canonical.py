@@ -14,7 +14,7 @@ import pyarrow as pa
 from dataplane.formats.arrays import LIST_VIEWS, decoded, record_batch
 from dataplane.model.records import ColumnSpec, Kind
 from dataplane.transforms.annotations import marks_nulls
-from dataplane.transforms.casts import converted
+from dataplane.transforms.casts import converted, is_written, read_written
 from dataplane.transforms.codes import NULL_CODE, codes_of
 from dataplane.transforms.columns import ColumnPlan, LeafPart
 from dataplane.transforms.leaves import canonical_type
@@ -143,6 +143,8 @@ def _typed(array: pa.Array, spec: ColumnSpec, target: pa.DataType, url: str) -> 
         if pa.types.is_string_view(array.type) or pa.types.is_string(array.type):
             array = array.cast(pa.large_string())
         return array.cast(pa.large_binary())
+    if is_written(array.type):
+        return read_written(array, target, spec.name, url)
     return converted(_number(array), target, spec.name, url)
 
 

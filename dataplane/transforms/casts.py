@@ -14,8 +14,9 @@ import pyarrow as pa
 from msgspec import structs
 
 from dataplane.base.units import meant
+from dataplane.formats.arrays import TEXTS, first_refused, widened
 from dataplane.model.errors import ConfigError
-from dataplane.model.records import ColumnOptions, ColumnSpec
+from dataplane.model.records import ColumnOptions, ColumnSpec, Kind
 from dataplane.transforms.leaves import Leaf, numpy_name
 
 _NAMES_SHOWN = 100
@@ -44,24 +45,77 @@ def check_casts(options: ColumnOptions, chosen: Sequence[Leaf], every: Sequence[
 
 
 def cast_columns(
-    specs: Sequence[ColumnSpec], types: Sequence[pa.DataType], options: ColumnOptions
+    specs: Sequence[ColumnSpec],
+    types: Sequence[pa.DataType],
+    stored: Sequence[pa.DataType],
+    options: ColumnOptions,
 ) -> tuple[Sequence[ColumnSpec], Sequence[pa.DataType]]:
     """Return the columns, and their types in the block arena, after their numbers are converted.
+    `stored` are the types of their values in shards.
 
     Raises:  ConfigError: a column has no numbers, or fractions that integers cannot hold.
     """
     casts = casts_of(options)
     if not casts:
         return specs, types
-    for spec in specs:
-        if spec.name in casts:
-            _check(spec, casts[spec.name])
-    return (
-        [structs.replace(spec, dtype=casts.get(spec.name, spec.dtype)) for spec in specs],
-        [
-            _retyped(kind, pa.from_numpy_dtype(casts[spec.name])) if spec.name in casts else kind
-            for spec, kind in zip(specs, types, strict=True)
-        ],
+    cast_specs, cast_types = [*specs], [*types]
+    for at, (spec, kind, own) in enumerate(zip(specs, types, stored, strict=True)):
+        dtype = casts.get(spec.name)
+        if dtype is None:
+            continue
+        number = pa.from_numpy_dtype(dtype)
+        if is_written(own):
+            cast_specs[at] = ColumnSpec(spec.name, Kind.FIXED, dtype)
+            cast_types[at] = number
+            continue
+        _check(spec, dtype)
+        cast_specs[at] = structs.replace(spec, dtype=dtype)
+        cast_types[at] = _retyped(kind, number)
+    return cast_specs, cast_types
+
+
+def is_written(kind: pa.DataType) -> bool:
+    """Return whether values of a stored type are numbers in decimal digits: decimals and texts."""
+    plain = widened(kind)
+    return bool(pa.types.is_decimal(plain) or plain.id in TEXTS)
+
+
+_DIGITS = r"^[+-]?[0-9]+$"
+_DECIMAL = r"^[+-]?([0-9]+[.]?[0-9]*|[.][0-9]+)([eE][+-]?[0-9]+)?$"
+
+
+def read_written(array: pa.Array, target: pa.DataType, column: str, url: str) -> pa.Array:
+    """Convert decimals and texts to numbers; nulls stay null. A float is the nearest one.
+
+    Raises:  ConfigError: a value is no number of this type; names column, value, row and shard.
+    """
+    import pyarrow.compute as pc
+
+    def read(some: pa.Array) -> pa.Array:
+        if pa.types.is_integer(target) and pa.types.is_decimal(some.type):
+            return some.cast(target)
+        digits = some.cast(pa.large_string())
+        is_number = pc.match_substring_regex(
+            digits, _DIGITS if pa.types.is_integer(target) else _DECIMAL
+        )
+        if pc.any(pc.invert(is_number)).as_py():
+            raise pa.ArrowInvalid("no number")
+        number = pa.float64() if pa.types.is_float16(target) else target
+        made = pc.utf8_ltrim(digits, "+").cast(number)
+        if pa.types.is_floating(target) and pc.any(pc.is_inf(made)).as_py():
+            raise pa.ArrowInvalid("too large")
+        return made
+
+    try:
+        return converted(read(array), target, column, url)
+    except pa.ArrowException:
+        row = first_refused(array, read)
+    raise ConfigError(
+        f"{url}: row {row} of its block has {array[row].as_py()!s:.100} in column {column!r}, "
+        f"which {numpy_name(target)} cannot hold: choose another dtype, or leave the column as it "
+        "is",
+        shard=url,
+        field=column,
     )
 
 
@@ -69,7 +123,8 @@ def _check(spec: ColumnSpec, dtype: str) -> None:
     said = f"dtype: column {spec.name!r} has"
     if not spec.dtype:
         raise ConfigError(
-            f"{said} {spec.kind} values: only numbers, and lists of numbers, can become {dtype}",
+            f"{said} {spec.kind} values: only numbers, lists of numbers, decimals and digits can "
+            f"become {dtype}",
             field="dtype",
         )
     if np.dtype(spec.dtype).kind == "f" and np.dtype(dtype).kind != "f":

@@ -73,7 +73,12 @@ class ColumnPlan(Struct, frozen=True):
     ) -> Self:
         """Make the plan of these columns."""
         stored = [_spec(leaf, part, options) for leaf, part in columns]
-        specs, types = cast_columns(stored, [_type(leaf, part) for leaf, part in columns], options)
+        kinds = [_type(leaf, part) for leaf, part in columns]
+        of_values = [
+            leaf.type if part is LeafPart.VALUES else kind
+            for (leaf, part), kind in zip(columns, kinds, strict=True)
+        ]
+        specs, types = cast_columns(stored, kinds, of_values, options)
         return cls(
             options,
             top_level=tuple(dict.fromkeys(leaf.top for leaf, _ in columns)),

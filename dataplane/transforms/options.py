@@ -46,7 +46,7 @@ _SPLIT_EXAMPLES = (
 class ColumnArguments(TypedDict, total=False):
     """The arguments that say which columns batches have, and in which form."""
 
-    columns: Sequence[str] | None
+    columns: Sequence[str] | Mapping[str, object] | None
     dtype: Mapping[str, object] | None
     lists: str
     pad_value: Numbers | None
@@ -82,6 +82,8 @@ def column_options(**given: Unpack[ColumnArguments]) -> ColumnOptions:
     Raises:  ConfigError: one of them is invalid; says what is allowed.
     """
     options: dict[str, Any] = {**COLUMN_DEFAULTS, **given}
+    if isinstance(options["columns"], Mapping):
+        options |= _with_types(options["columns"], options["dtype"])
     pad_value, max_length = options["pad_value"], options["max_length"]
     fills, everywhere = _by_column("fill_null", options["fill_null"], _number)
     pads, pad_all = _by_column("pad_value", pad_value, _number)
@@ -160,6 +162,17 @@ def _columns(given: Sequence[str] | None) -> tuple[str, ...]:
             "columns=[] selects nothing: list some columns, or leave it out", field="columns"
         )
     return tuple(map(str, given))  # names may be numpy strings
+
+
+def _with_types(columns: Mapping[str, object], dtype: object) -> dict[str, object]:
+    """Return `columns` and `dtype` for a dict of the type of each column, None as it is stored."""
+    if dtype is not None:
+        raise ConfigError(
+            f"dtype={dtype!r:.80} with columns={columns!r:.80}: name types in one of the two",
+            field="dtype",
+        )
+    types = {name: value for name, value in columns.items() if value is not None}
+    return {"columns": list(columns), "dtype": types or None}
 
 
 def _are_names(given: object) -> bool:

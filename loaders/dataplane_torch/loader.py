@@ -71,7 +71,7 @@ class DataLoader(LoaderBase[_T_co]):
       seed: int = 0              all randomness follows from it
       lanes, window: int         how far the shuffle reaches; from the dataset if left out
     Columns
-      columns: list              the columns of batches, in their order; all if left out
+      columns: list, dict        the columns of batches, in their order, or their types; or all
       dtype: dict                the types of numbers: {"tokens": "int64"}
       lists: str = "padded"      lists come "padded" or "ragged"
       pad_value: number, dict    fills padded lists; 0 if left out

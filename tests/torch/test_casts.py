@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -362,7 +363,7 @@ def test_a_value_for_each_column_may_be_nan_and_true(tmp_path: Path) -> None:
     pads = {"marks": float("nan"), "flags": True}
     with DataLoader(str(tmp_path / "rows.arrow"), 6, pad_value=pads) as loader:
         (batch,) = loader
-        assert loader.load_state_dict(loader.state_dict()) is None
+        assert not loader.load_state_dict(loader.state_dict())
     beyond = torch.arange(5)[None, :] >= batch["marks.length"][:, None]
     assert batch["marks"].isnan().equal(beyond)
     assert batch["flags"][beyond].all()
@@ -457,3 +458,42 @@ def test_shards_whose_columns_drifted_are_read_as_one_dataset(tmp_path: Path, su
         DataLoader(str(tmp_path), 1000, columns=["age"]) as loader,
     ):
         next(iter(loader))
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_decimals_and_digits_become_numbers_exactly_or_are_refused(
+    tmp_path: Path, suffix: str
+) -> None:
+    big = "9007199254740993"  # no double
+    table = pa.table(
+        {
+            "price": pa.array([Decimal("0.10"), None, Decimal("-3.05")], pa.decimal128(12, 2)),
+            "whole": pa.array([Decimal("1.00")] * 3, pa.decimal128(12, 2)),
+            "id": ["-7", "+12", big],
+            "level": pa.array(["3", "1e2", "3"]).dictionary_encode(),
+            "mixed": ["1", "2", "0x1F"],
+            "large": ["1", "2", "1e39"],
+        }
+    )
+    write = {"parquet": parquet_bytes, "arrow": arrow_bytes}[suffix]
+    (tmp_path / f"a.{suffix}").write_bytes(write(table))
+    types = {"id": "int64", "price": "float32", "whole": "int16", "level": "float16"}
+    with DataLoader(str(tmp_path), 3, columns=types, fill_null={"price": 0}) as loader:
+        (batch,) = loader
+    assert list(batch) == list(types)
+    assert batch["id"].tolist() == [-7, 12, int(big)]
+    assert torch.equal(batch["price"], torch.tensor([0.10, 0, -3.05]))
+    assert (batch["whole"].dtype, batch["whole"].tolist()) == (torch.int16, [1, 1, 1])
+    assert (batch["level"].dtype, batch["level"].tolist()) == (torch.float16, [3, 100, 3])
+    for column, dtype, value in (
+        ("mixed", "int64", "2 of its block has 0x1F"),
+        ("large", "float32", "2 of its block has 1e39"),
+        ("id", "int32", f"2 of its block has {big}"),
+        ("price", "int64", "0 of its block has 0.10"),
+    ):
+        refused = pytest.raises(ConfigError, match=f"row {value} in column")
+        options = {"columns": {column: dtype}, "fill_null": 0}
+        with DataLoader(str(tmp_path), 3, **options) as loader, refused:
+            list(loader)
+    with pytest.raises(ConfigError, match="name types in one of the two"):
+        DataLoader(str(tmp_path), 3, columns={"id": "int64"}, dtype={"id": "int32"})
