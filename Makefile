@@ -23,7 +23,7 @@ DIST ?= dist
 # torch is pinned here and not by `make lock`: a range may bring gigabytes for accelerators.
 TORCH := torch==2.13.0
 
-.PHONY: help setup wheel lock test test-slow test-others sanitize lint dead format types imports protos protos-check check demo clean
+.PHONY: help setup wheel lock test test-slow test-others sanitize lint dead format types imports protos protos-check check observe demo clean
 
 help: ## list these targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1|\2/p' Makefile | column -t -s '|'
@@ -124,6 +124,9 @@ protos-check: setup ## check that the committed generated code is current
 	  || { echo "dataplane/rpc/v1 is not what proto/ says: run 'make protos' and commit." >&2; exit 1; }
 
 check: lint types imports dead protos-check test ## all that CI checks
+
+observe: setup ## a small job under Debian's Prometheus, with our alert rules; prints where to look
+	$(PY) deploy/prometheus/observe.py
 
 demo: setup ## shards in S3 -> two DDP ranks -> SIGKILL -> exact resume, with proof
 	$(PY) -m dataplane_bench.demo

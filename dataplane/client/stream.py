@@ -15,10 +15,12 @@ import contextlib
 import itertools
 import os
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 from msgspec import Struct
@@ -28,6 +30,7 @@ from dataplane.arena.slab_layout import aligned, pieces
 from dataplane.client.mount import Bytes, Mount
 from dataplane.client.session import Session
 from dataplane.client.wire import NoAnswer
+from dataplane.model.config import VERSION
 from dataplane.model.errors import ClosedError, DataplaneError, DataStallError, PeerLost
 from dataplane.model.records import ColumnSpec, MixHistory
 from dataplane.rpc.codec import decode
@@ -93,6 +96,9 @@ class SlabStream:
         self._handed_over: float | None = None
         self._tally = session.tally()
         self._consumed = cursor
+        # Tracing has begun only if the trainer has imported it: then nothing is imported here.
+        api = sys.modules.get("opentelemetry.trace")
+        self._tracer = None if api is None else api.get_tracer("dataplane", VERSION)
         self.stall_s = 0.0
         """The time waited for slabs so far, in seconds."""
 
@@ -118,6 +124,12 @@ class SlabStream:
             self._session.waited((0, 0, 0, 0, 0, round(waited_s * 1e6)))
             return []
         is_first = self._session.slab_arrived(started, slab.times)
+        if self._tracer is not None:
+            place = self._session.request.topology
+            trace_slab(
+                self._tracer, slab, waited_s,
+                job=mount.job_id, rank=place.rank, epoch=self._epoch,
+            )  # fmt: skip
         layout = decode(Layout, slab.layout)
         batches = Batches(mount.take(slab), slab.batches, layout.columns)
         is_kept = (
@@ -346,3 +358,38 @@ def _copied_one(batches: Batches, specs: tuple[ColumnSpec, ...], i: int) -> Batc
     for to, offset, size in moves:
         memory[to : to + size] = batches.memory[offset : offset + size]
     return Batches(memory, batches.batches[i : i + 1], tuple(columns))
+
+
+# -- spans -----------------------------------------------------------------------------------------
+#
+# The life of a slab as spans of OpenTelemetry, from the stage times that it carries.
+
+_STAGES = ("fetch", "decode", "room", "queue", "assemble", "ready")
+
+
+def trace_slab(tracer: Any, slab: Slab, waited_s: float, **about: str | int) -> None:
+    """Record a slab that has just arrived: a span with one for each of its stages, which ended one
+    after the other, and one for the wait of its trainer.
+    """
+    now, times = time.time_ns(), slab.times
+    stages = [(name, getattr(times, name) * 1000) for name in _STAGES]
+    start = now - sum(took for _, took in stages)
+    facts = about | {
+        "step": slab.batches[0].step,
+        "batches": len(slab.batches),
+        "samples": sum(batch.valid for batch in slab.batches),
+        "read_bytes": times.read_bytes,
+    }
+    named = {f"dataplane.{name}": value for name, value in facts.items()}
+    whole = tracer.start_span("dataplane.slab", start_time=start, attributes=named)
+    if not whole.is_recording():
+        return
+    inside = sys.modules["opentelemetry.trace"].set_span_in_context(whole)
+    parts, at = [], start
+    for name, took in stages:
+        parts.append((name, at, at + took))
+        at += took
+    for name, begin, end in [*parts, ("wait", now - round(waited_s * 1e9), now)]:
+        if end > begin:
+            tracer.start_span(f"dataplane.{name}", inside, start_time=begin).end(end)
+    whole.end(now)

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
+import secrets
 import shutil
 import socket
 import subprocess
+import sys
+import tempfile
 import threading
 import time
 import urllib.parse
@@ -96,13 +100,77 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def until(is_so: Callable[[], object], otherwise: str, why: Callable[[], str] = str) -> None:
+def until(
+    is_so: Callable[[], object],
+    otherwise: str,
+    why: Callable[[], str] = str,
+    limit_s: float = START_S,
+) -> None:
     """Wait until it is so.
 
-    Raises:  SystemExit: not within START_S.
+    Raises:  SystemExit: not within the limit.
     """
-    deadline = time.monotonic() + START_S
+    deadline = time.monotonic() + limit_s
     while not is_so():
         if time.monotonic() > deadline:
             raise SystemExit(f"{otherwise}: {why()}")
         threading.Event().wait(0.1)
+
+
+# -- a job -----------------------------------------------------------------------------------------
+
+_TRAINER = """
+import sys, threading
+from dataplane_torch import DataLoader
+with DataLoader(sys.argv[1], 32, service=sys.argv[2], name="observed") as loader:
+    while True:
+        for batch in loader:
+            threading.Event().wait(0.02)
+"""
+_JOB_STARTS_S = 120.0
+
+
+def main() -> None:
+    """Run a service, a trainer and Prometheus until Ctrl-C, and print where to look."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="observe-")))
+        token, address, metrics = (
+            secrets.token_hex(24), *(f"127.0.0.1:{free_port()}" for _ in range(2))
+        )  # fmt: skip
+        environ = os.environ | {"DATAPLANE_TOKEN": token, "DATAPLANE_STATE_DIR": str(folder)}
+        _write(folder / "shards")
+        serve = [sys.executable, "-m", "dataplane", "serve", "--listen", address]
+        trainer = [sys.executable, "-c", _TRAINER, str(folder / "shards"), address]
+        for command in ([*serve, "--metrics-listen", metrics], trainer):
+            process = subprocess.Popen(command, env=environ, start_new_session=True)
+            stack.callback(process.wait)
+            stack.callback(process.terminate)
+        prometheus = stack.enter_context(Prometheus(folder / "prometheus", [metrics], token, 15))
+        samples = "dataplane_samples_total > 0"
+        until(lambda: prometheus.query(samples), "the job does not begin", limit_s=_JOB_STARTS_S)
+        exposed = "max by (job, stage) (rate(dataplane_exposed_seconds_total[1m]))"
+        graph = urllib.parse.urlencode({"g0.expr": exposed, "g0.tab": 0, "g0.range_input": "10m"})
+        sys.stdout.write(
+            f"Prometheus:  {prometheus.url}/graph?{graph}\n"
+            f"alerts:      {prometheus.url}/alerts\n"
+            f"metrics:     curl -H 'Authorization: Bearer {token}' http://{metrics}/metrics\n"
+            f"status:      DATAPLANE_TOKEN={token} dataplane status {address} --watch\n"
+            "Ctrl-C ends all of it.\n"
+        )
+        sys.stdout.flush()
+        with contextlib.suppress(KeyboardInterrupt):
+            threading.Event().wait()
+
+
+def _write(folder: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    folder.mkdir()
+    for shard in range(4):
+        rows = pa.table({"x": range(shard * 10_000, (shard + 1) * 10_000)})
+        pq.write_table(rows, folder / f"{shard}.parquet", row_group_size=500)
+
+
+if __name__ == "__main__":
+    main()
