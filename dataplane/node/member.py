@@ -37,7 +37,7 @@ from dataplane.plan.changes import (
 )
 from dataplane.plan.counting import SHARES_SUM
 from dataplane.plan.mixture import Mixed
-from dataplane.plan.orders import mixed_of, sample_count_of, with_mix
+from dataplane.plan.orders import is_reduced, mixed_of, sample_count_of, with_mix
 from dataplane.rpc import messages
 from dataplane.rpc.membership import (
     JoinRequest,
@@ -381,6 +381,13 @@ def weights_changed(member: ServedMember, question: ChangeWeights) -> WeightsCha
             "this job reads one dataset: only a Mixture has weights", field="set_weights"
         )
     mix_of(spec, question.mix)
+    if is_reduced(spec, member.opened.manifests, question.epoch):
+        raise ConfigError(
+            f"epoch {question.epoch} has only what was unread when the recipe was changed, and its"
+            " weights cannot change within it: set them from the next epoch on, or begin a stage"
+            ' with change="restart"',
+            field="weight",
+        )
     counts = [manifest.sample_count for manifest in member.opened.manifests]
     mixed = mixed_of(with_mix(spec, question.mix), counts)
     changes, place = question.mix.changes[1:], (question.epoch, question.cursor)

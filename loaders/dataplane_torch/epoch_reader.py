@@ -163,6 +163,10 @@ class EpochReader:
         step = (live(position) - live(self.start_cursor)) // before.global_batch
         self._change = (min(step, last), mix)
 
+    def skip(self, steps: int) -> None:
+        """Pass over the next steps, at most to the end of the epoch."""
+        self.step = min(self.step + steps * self.stride, self._steps.count)
+
     def close(self) -> None:
         """Release the stream and the current slab. May be called twice."""
         if self._stream is not None:

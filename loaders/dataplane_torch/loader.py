@@ -19,6 +19,7 @@ from typing_extensions import TypeVar, Unpack
 from dataplane.base import collector
 from dataplane.base.units import whole
 from dataplane.model.errors import ConfigError
+from dataplane.model.ledger import PLACE_MAX
 from dataplane_torch.arguments import (
     job_of,
     listed,
@@ -232,6 +233,23 @@ class DataLoader(LoaderBase[_T_co]):
             raise ConfigError("only loaders over a Mixture have weights", field="set_weights")
         with brief:
             return self._shards.set_weights(weights)
+
+    def skip(self, steps: int) -> int:
+        """Pass over the next steps, in the running pass or the next one, as after a spike of the
+        loss. Every rank must call this after the same step, with the same number. States go on
+        after these steps, and their digest leaves them out. Return how many steps these are: fewer
+        at the end of the epoch. `dataplane skip` leaves steps out of a job of a service, also when
+        it is resumed from an earlier state.
+
+        Raises:  ConfigError: it is not a number of steps, or this loader is over a Dataset.
+        """
+        if self._shards is None:
+            raise ConfigError("only loaders over urls can skip() steps", field="dataset")
+        count = whole(steps)
+        if count is None or not 0 <= count < PLACE_MAX:
+            raise ConfigError(f"skip({steps!r:.80}): pass a number of steps", field="steps")
+        with brief:
+            return self._shards.skip(count)
 
     def categories(self, column: str) -> tuple[Any, ...]:
         """Return the values of a column's codes: code i stands for the i-th value. Values are

@@ -112,6 +112,7 @@ class UrlJob:
         self._last: EpochReader | None = None
         self._digest = RowsDigest()
         self._digested: EpochReader | None = None
+        self._digest_from = 0
         self._weights_set = 0
 
     def begin(self) -> BatchIterator:
@@ -141,6 +142,7 @@ class UrlJob:
         self._digest = self._rows()
         self._cursor = 0
         self._reader = self._last = self._digested = reader
+        self._digest_from = reader.start_cursor
         return reader
 
     @property
@@ -238,6 +240,21 @@ class UrlJob:
         batch = self._job.request.spec.global_batch
         return MixStep(epoch, -(-start // batch) + (found.position - start) // batch)
 
+    def skip(self, steps: int) -> int:
+        """Pass over the next steps of the running pass, or of the next one. Return how many these
+        are: fewer at the end of the epoch.
+        """
+        reader, self._digest = self._reader, self._rows()
+        if reader is not None:
+            before = reader.step
+            reader.skip(steps)
+            self._digest_from = reader.cursor
+            return reader.step - before
+        left = epoch_steps(self._session, self._epoch, self._cursor)
+        skipped = min(steps, left.count)
+        self._cursor, self._digested = left.after(skipped), None
+        return skipped
+
     def statistics(self) -> Statistics:
         """Return the work so far, and the causes of the loop's waits."""
         return self._session.statistics()
@@ -314,7 +331,7 @@ class UrlJob:
         reader = self._digested
         if reader is None:
             return self._digest
-        begin = reader.start_cursor
+        begin = self._digest_from
         return rows_reached(self._session, self._digest, reader.epoch, begin, reader.cursor)
 
     def _decoder_of_job(self) -> Decoder:

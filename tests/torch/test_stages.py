@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
+import sys
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from dataplane_torch import DataLoader, Mixture, Pack, ShardedIterableDataset, Source
+from warm import WarmPython
 
 from dataplane.cli import run
 from dataplane.model.errors import ConfigError, SpecMismatch
@@ -235,6 +239,11 @@ def test_an_epoch_of_what_is_unread_resumes_on_any_number_of_ranks(
             batches.append(ids_of(batch))
             states.append(json.loads(json.dumps(loader.state_dict())))
         assert sorted(itertools.chain(*batches)) == left
+        if case == 1:
+            loader.set_epoch(1)
+            with pytest.raises(ConfigError, match="its weights cannot change within it"):
+                loader.set_weights({"a": 1, "b": 2})
+            loader.set_epoch(2)
         following = read([loader])
         assert sorted(itertools.chain(*following)) == sorted(every)
         (tmp_path / "ledger.jsonl").write_text(loader.ledger())
@@ -267,3 +276,74 @@ def check_traces(ledger: str, capsys: Any, *epochs: list[list[Any]]) -> None:
     assert run(["ledger", "verify", ledger]) == 0
     assert run(["ledger", "show", ledger]) == 0
     assert "what was unread" in capsys.readouterr().out
+
+
+RANK = """
+import json, sys
+import dataplane_torch
+options = json.loads(sys.argv[2])
+loader = dataplane_torch.DataLoader(
+    sys.argv[1].split(), global_batch_size=24, shuffle=True, columns=["id"], **options
+)
+loader.load_state_dict(json.loads(sys.argv[3]), change="unread")
+steps = [batch["id"].tolist() for batch in loader]
+print(json.dumps([steps, loader.state_dict()]), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_processes_of_one_launch_agree_on_a_change(
+    folder: Path, tmp_path: Path, warm_torch: WarmPython
+) -> None:
+    more = {"seed": 4, "lanes": 2, "window": 20}
+    state = state_after(some(folder, 0, 1), 2)
+    with ranks(some(folder, 0, 1, 2), 1, state, "unread", **more) as loaders:
+        expected, ended = read(loaders), loaders[0].state_dict()
+    (tmp_path / "rank.py").write_text(RANK)
+    launched = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": uuid.uuid4().hex}
+    arguments = [
+        str(tmp_path / "rank.py"), " ".join(some(folder, 0, 1, 2)), json.dumps(more),
+        json.dumps(state),
+    ]  # fmt: skip
+    processes = [
+        warm_torch.run(
+            arguments,
+            {**os.environ, **launched, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            sys.stderr.fileno(),
+        )
+        for rank in range(2)
+    ]
+    lines = [process.stdout.readline() for process in processes]  # before one of them ends
+    for process in processes:
+        process.stdin.close()
+        process.stdout.close()
+        assert process.wait(60) == 0
+    (first, state), (second, other) = map(json.loads, lines)
+    pairs = zip(first, second, strict=True)
+    assert [sorted(a + b) for a, b in pairs] == list(map(sorted, expected))
+    assert state == other == json.loads(json.dumps(ended))
+
+
+def test_steps_are_skipped_without_a_service(folder: Path) -> None:
+    with ranks(some(folder, 0, 1, 2)) as loaders:
+        whole = read(loaders)
+        following = read(loaders)
+    for size in (1, 3):
+        with ranks(some(folder, 0, 1, 2), size) as loaders:
+            passes = [iter(loader) for loader in loaders]
+            assert read(passes, 2) == whole[:2]
+            assert {loader.skip(3) for loader in loaders} == {3}
+            states = [loader.state_dict() for loader in loaders]
+            assert read(passes, 1) == whole[5:6]
+            assert {loader.skip(9) for loader in loaders} == {2}
+            assert read(passes) == []
+            assert read(loaders, 2) == following[:2]
+        with ranks(some(folder, 0, 1, 2), 2, states[0]) as loaders:
+            assert {loader.skip(1) for loader in loaders} == {1}  # before the first batch
+            assert read(loaders) == whole[6:]
+        assert all(state == states[0] for state in states)
+        assert states[0]["cursor"] == 5 * BATCH
+        before = state_after(some(folder, 0, 1, 2), 2)
+        assert states[0]["digest"]["value"] == before["digest"]["value"]
+    with ranks(some(folder, 0)) as (loader,), pytest.raises(ConfigError, match=r"skip\(-1\)"):
+        loader.skip(-1)
