@@ -22,7 +22,7 @@ from dataplane.scheduler.scheduler import Scheduler
 from dataplane.scheduler.walk import SlabSizes, Walk
 
 LOOK_S = 0.5
-PIECE_S = 0.002
+PIECE_S = 0.005
 SLABS = 400
 IDLE_MAX = 0.02
 """The share of a wait in which a worker may be idle: calls take a tenth more or less."""

@@ -55,8 +55,6 @@ from dataplane.scheduler.slab_tasks import Deliveries, SlabTasks
 from dataplane.scheduler.stalls import Stalls
 from dataplane.scheduler.streams import SharedSlabs, StreamTable
 
-_PIECES_A_WORKER = 2
-"""So many pieces of slabs keep each worker busy: one that it makes, and one that waits."""
 _STARTS_MAX = 64
 """So many loads are started for a task at once, as each takes some of the event loop's time."""
 
@@ -292,8 +290,7 @@ class Scheduler:
 
     def _was_late(self, stream: StreamState) -> None:
         """Make more slabs ahead, since a trainer waits, if somebody can make them."""
-        has_enough = self._tasks.piece_count >= _PIECES_A_WORKER * self._workers.count
-        if not has_enough or self._elsewhere.is_short:
+        if not self._tasks.have_enough(self._workers.count) or self._elsewhere.is_short:
             stream.delivery.was_late()
 
     # -- time ------------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ Invariants:
 3. If a task is cut, the task with its other batches comes directly after it in the stream.
 4. The first task of a stream with a request gets a slot as soon as one is free or holds a slab that
    was not requested: a slab made too early never blocks one that is needed now.
+5. While workers have enough to do, a slab that one of them makes alone gets a slot only if it is
+   the first of its stream: the memory of further slots may never have been used.
 """
 
 from __future__ import annotations
@@ -58,6 +60,8 @@ from dataplane.scheduler.walk import Plan
 
 _MEMORY_SHARE = 0.9
 _EXCERPTS_SHARE = 0.25
+_PIECES_A_WORKER = 2
+"""So many pieces of slabs keep each worker busy: one that it makes, and one that waits."""
 
 
 class SlabTasks:
@@ -249,6 +253,9 @@ class SlabTasks:
         if is_elsewhere and not self._elsewhere.is_elsewhere(task):
             self._waiting.add(task)  # the own workers make it, now that others cannot
             return True
+        is_own = shared is None and not is_elsewhere
+        if is_own and self._is_too_early(task, worker_count):
+            return False
         slot = self._slot_for(task)
         if slot is None:
             return False
@@ -275,6 +282,16 @@ class SlabTasks:
         delivery.assembling_count += 1
         self._do(effect)
         return True
+
+    def have_enough(self, worker_count: int) -> bool:
+        """Whether further pieces would only wait for one of so many workers."""
+        return self.piece_count >= _PIECES_A_WORKER * worker_count
+
+    def _is_too_early(self, task: SlabTask, worker_count: int) -> bool:
+        """Whether the slab would only wait in a slot: see invariant 5."""
+        if task is task.stream.tasks[0] or not self.have_enough(worker_count):
+            return False
+        return task.stream.walk.sizes.pieces(task.plan.row_count, worker_count, are_busy=True) == 1
 
     def _gather(
         self, task: SlabTask, slab: Region, row_index: Region, worker_count: int

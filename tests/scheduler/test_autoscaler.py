@@ -197,3 +197,14 @@ def test_ranks_of_one_host_get_equal_shares_of_its_workers(
     host = Host(workers, 64, 4, 0.001, is_divisible=is_divisible, ranks=ranks, seed=seed)
     host.run(ranks * 30 * 0.256 / min(workers, 8))
     assert min(host.slabs) >= 0.7 * max(host.slabs) - 4
+
+
+def test_slabs_that_one_worker_makes_take_no_slots_while_workers_have_enough_to_do() -> None:
+    host = Host(2, 4, 4, 0.0001, is_divisible=True, ranks=2)
+    host.run(1.0)
+    most = 0
+    for tick in range(100):
+        host.run(1.0 + tick / 1000)
+        most = max(most, len(host._left))
+    assert host.pieces[-1] == 1
+    assert 4 <= most <= 6, "two for each worker, and the first of each stream"
