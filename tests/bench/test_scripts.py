@@ -191,6 +191,7 @@ def test_the_parts_that_run_the_benchmark_have_its_cases_or_say_why_they_failed(
         "worker gather --rounds 1",
         "torch_datasets memory expanded-collate --rounds 1",
         "device training --seconds 0.1 --models transformer",
+        "nodes lines --mib 16 --rounds 1 --tls",
         "nodes lending --mib 32 --block-kib 512 --epochs 2",
         "nodes making --samples 256 --rounds 1",
         "reading readers --mib 32 --rounds 1",
