@@ -200,8 +200,8 @@ FAULTS = {
     "hung fetcher": Fault(
         _hang_fetchers,
         'max(increase(dataplane_process_deaths_total{kind="fetcher"}[30s])) > 0',
-        "fetch", "storage", frozenset({"ProcessesDie fetcher", "TrainerStuck fetch"}),
-        WAITS_FETCH | {"TrainerStands", "TrainerWaits other"}, doctor=False, faster=10,
+        "fetch", "storage", frozenset({"ProcessesDie fetcher"}),
+        WAITS_FETCH | {"TrainerStuck fetch", "TrainerStands", "TrainerWaits other"}, doctor=False, faster=10,
     ),
 }  # fmt: skip
 

@@ -94,6 +94,14 @@ def test_alerts_fire_and_rest_as_promtool_sees_them() -> None:
     promtool("test", "rules", "alerts_test.yaml")
 
 
+def test_the_configuration_of_prometheus_is_one(tmp_path: Path) -> None:
+    for name in ("prometheus.yaml", "alerts.yaml"):
+        shutil.copy(FOLDER / name, tmp_path)
+    (tmp_path / "token").write_text("a-token")
+    (tmp_path / "targets.yaml").write_text('- targets: ["gpu-17:9464"]\n')
+    promtool("check", "config", str(tmp_path / "prometheus.yaml"))
+
+
 def test_promtool_reads_each_expression_of_the_dashboard(generate: Any, tmp_path: Path) -> None:
     panels = json.loads(generate.dashboard())["panels"]
     exprs = [target["expr"] for panel in panels for target in panel.get("targets", ())]
