@@ -30,7 +30,7 @@ from dataplane.model.errors import (
     TruncatedRead,
 )
 from dataplane.model.records import ObjectInfo
-from dataplane.store import connections, policy
+from dataplane.store import connections, url_policy
 from dataplane.store.base import Filling, Reconnecting, Store
 from dataplane.store.connect import Stores, open_store
 from dataplane.store.connections import Connections
@@ -377,7 +377,7 @@ def test_a_redirect_to_another_scheme_leaves_one_line_of_the_log(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(policy, "_trace", Trace("security"))
+    monkeypatch.setattr(url_policy, "_trace", Trace("security"))
     http_server.altered = {"Location": f"{scheme}:///etc/passwd"}
     http_server.be(Mood.ELSEWHERE)
     with pytest.raises(StoreDenied, match=f"redirects to {scheme}, which is not followed"):
