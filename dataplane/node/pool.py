@@ -40,7 +40,7 @@ from dataplane.worker.process import MEMORY_BYTES, WorkerProcess, kill_all
 _DEATHS_MAX = 2
 _QUICK_DEATHS_MAX = 5
 _WATCH_S = 0.5
-_BUSY_SHARE = 0.7
+_BUSY_SHARE = 0.4
 """Short tasks are given to so few workers that these are busy for this share of their time."""
 
 
