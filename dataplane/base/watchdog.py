@@ -138,7 +138,8 @@ class Watchdog:
                 if samples.turn == self._turn:
                     queued_s = waits.seconds() - samples.queued_s if waits.is_known else took_s
                     waited_s = max(min(took_s - ran_s - queued_s, samples.blocked_s), 0.0)
-                    at = next((place for place, _ in samples.places.most_common(1)), at)
+                    places = dict(samples.places)  # in one step: the other thread may add to it
+                    at = max(places, key=places.__getitem__, default=at)
                 self._keep(Hold(ran_s, waited_s, at))
             self._began = 0.0
             ready = select(timeout)

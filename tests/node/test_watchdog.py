@@ -9,6 +9,7 @@ import select
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,21 @@ def test_in_a_terminal_of_a_trainer_a_hold_is_no_warning(caplog: pytest.LogCaptu
             assert [line.levelname for line in caplog.records if "took_ms" in str(line.msg)] == [
                 level
             ]
+
+
+def begin_to_read(places: Counter[str]) -> Any:
+    """Begin to iterate, just before the sampling thread adds a place."""
+    begun = iter(dict.items(places))
+    places[f"place {len(places)}"] += 1
+    return begun
+
+
+def test_a_sample_may_be_added_while_the_loop_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual, growing = watchdog._Samples, type("Growing", (Counter,), {"items": begin_to_read})
+    monkeypatch.setattr(
+        watchdog, "_Samples", lambda turn, queued_s: usual(turn, queued_s, 0.0, growing())
+    )
+    assert seen_of(lambda: compute_for(0.06)).count == 1
 
 
 def test_a_call_that_blocks_holds_the_loop_and_is_named(caplog: pytest.LogCaptureFixture) -> None:
