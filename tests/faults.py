@@ -35,7 +35,7 @@ FASTER = 30
 SHOWN_S = 120.0
 """How long a fault may take until all name it; ends only a failure."""
 ROWS, ROW_BYTES, GROUP = 400, 2048, 20
-SMALL = ("--block-arena-bytes", "4MiB", "--slab-bytes", "64KiB", "--worker-count", "1",
+SMALL = ("--block-arena-bytes", "1MiB", "--slab-bytes", "64KiB", "--worker-count", "1",
          "--delivery-bytes-per-rank", "512KiB", "--lease-s", "3", "--stall-timeout-s", "600",
          "--fetch-timeout-s", "8", "--allowed-functions", "user_functions:")  # fmt: skip
 
@@ -212,7 +212,7 @@ FAULTS = {
 def _objects() -> dict[str, bytes]:
     draws = np.random.default_rng(0)
     objects = {}
-    for shard in range(24):
+    for shard in range(8):
         rows = [draws.bytes(ROW_BYTES) for _ in range(ROWS)]
         sink = pa.BufferOutputStream()
         table = pa.table({"x": pa.array(rows, pa.binary(ROW_BYTES))})
@@ -343,7 +343,7 @@ def _wrong(
 
 def wait(is_so: Callable[[], object], folder: Path) -> None:
     """Wait until ranks have begun."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not is_so():
         logs = [path.read_text() for path in folder.glob("*.log")]
         assert time.monotonic() < deadline, "\n".join(logs)
