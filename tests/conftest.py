@@ -46,6 +46,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+# The trees of all tests are millions of objects, and none is garbage: a third of the time.
+gc.disable()
+
 ROOT = Path(__file__).resolve().parents[1]
 
 # Two runs of one commit test the same examples. `HYPOTHESIS_PROFILE=explore` looks further.
@@ -63,6 +66,11 @@ settings.register_profile("few", settings.get_profile("fixed"), max_examples=15)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 _failed = pytest.StashKey[bool]()
+
+
+def pytest_collection_finish() -> None:
+    """Look for garbage again, now that all tests are collected."""
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)
