@@ -1,5 +1,5 @@
 """Default lanes, window and ramp of a dataset. docs/order.md gives the reasons for these rules;
-benchmarks/plan.py shuffle simulates them.
+benchmarks/plans.py shuffle simulates them.
 
 They depend only on the manifest, never on the number of ranks or hosts, so that a job may be
 resumed on any number.

@@ -27,14 +27,13 @@ from dataplane.rpc import (
     fetches,
     lending,
     local,
-    making,
     membership,
     messages,
     sockets,
     tasks,
 )
 
-ROOMS = (messages, tasks, fetches, lending, making)
+ROOMS = (messages, tasks, fetches, lending)
 MESSAGES = [
     cls
     for module in ROOMS
