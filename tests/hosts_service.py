@@ -25,7 +25,7 @@ from certificates import Authority
 from dataplane_bench import s3
 from hosts_namespaces import Host, enter
 from hosts_rank import STEP
-from warm import WarmProcess, WarmPython
+from warm import WarmProcess, WarmPython, warm_python
 
 RANK = Path(__file__).with_name("hosts_rank.py")
 STORE_LOG = Path(__file__).with_name("hosts_store_log.py")
@@ -260,7 +260,7 @@ def started(folder: Path, hosts: list[Host], shape: Shape, mib: int) -> Iterator
     """
     coordinator, store = hosts[:2]
     with contextlib.ExitStack() as stack:
-        python = stack.enter_context(contextlib.closing(WarmPython("dataplane_torch")))
+        python = stack.enter_context(warm_python("dataplane_torch"))
         bare = {k: v for k, v in os.environ.items() if not k.startswith(("DATAPLANE_", "AWS_"))}
         enter(*store.places)
         server = stack.enter_context(s3.s3_server(folder, bare))
