@@ -83,9 +83,9 @@ def check_epoch(epoch: int, stage: Stage) -> None:
     """
     if epoch < stage.epoch:
         raise ConfigError(
-            f"epoch {epoch} belongs to a former stage of this run, whose recipe was changed in "
-            f"epoch {stage.epoch}: choose {stage.next_epoch} or a later one, or load the state of "
-            "that epoch into a loader with its recipe",
+            f"epoch {epoch} belongs to a former stage of this run: the recipe was changed in epoch "
+            f"{stage.epoch}. Choose epoch {stage.next_epoch} or a later one. To read epoch {epoch},"
+            " use a loader with the recipe of that time, and load a state that was saved then",
             field="epoch",
         )
 

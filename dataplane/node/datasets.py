@@ -241,7 +241,11 @@ def check_mixture(mixture: MixtureAsked, lanes: int) -> None:
         )
     check_source_count(len(names))
     if len(set(names)) < len(names):
-        raise ConfigError("two sources of the mixture have one name", field="sources")
+        name = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(
+            f"two sources of the mixture have the same name, {name!r:.80}: give each its own",
+            field="sources",
+        )
 
 
 def with_windows(request: OpenJob, sizes: Sequence[BlockSizes]) -> tuple[OpenJob, ...]:

@@ -200,7 +200,10 @@ def _large(packet: bytes, fds: array.array[int]) -> bytes:
         with contextlib.suppress(OSError):  # no memfd at all
             seals = fcntl.fcntl(fd, _F_GET_SEALS)
         if seals & _SEALS != _SEALS or os.fstat(fd).st_size != size or size > MESSAGE_BYTES_MAX:
-            raise ConfigError(f"a large message is no sealed memory of {size} bytes")
+            raise ConfigError(
+                f"a large message must come in a sealed memfd of exactly {size} bytes, and of "
+                f"{MESSAGE_BYTES_MAX} at most"
+            )
         with os.fdopen(os.dup(fd), "rb", buffering=0) as file:
             file.seek(0)
             return file.read()

@@ -157,12 +157,12 @@ class NullsFound:
         more = len(refused) - len(columns)
         listed = ", ".join(columns) + (f" and {more} more" if more else "")
         what = "column" if len(refused) == 1 else f"{len(refused)} columns:"
-        where, marking = "in", ', which nulls="mask" also marks,'
+        where, masks = "in", '; add nulls="mask" to mark rows that were null'
         if marks_nulls(self._options):
-            where, marking = "within lists of", ", since masks show only rows that are null,"
+            where, masks = "within lists of", '; nulls="mask" marks rows, not items of lists'
         raise ConfigError(
             f"{source} has nulls {where} {what} {listed}. Tensors of integers, bools and times "
-            f"cannot hold nulls: pass {self._to_paste()}{marking} or choose other columns with "
+            f"cannot hold nulls: pass {self._to_paste()}{masks}. Or choose other columns with "
             "columns=[…]",
             field=refused[0][0].name,
         )

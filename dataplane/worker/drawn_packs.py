@@ -84,7 +84,7 @@ def _drawn(blocks: Sequence[PackBlock], index: RowIndex) -> _Drawn:
     outside = key >= key_counts[block]
     if outside.any():
         raise RowOutOfBounds(
-            "a slab has a pack drawn with a key that its block does not have",
+            "a slab names a pack by a key that the block of the pack does not have",
             row=int(outside.argmax()),
         )
     packs = [(one.columns, each) for one in blocks for each in one.packs or ()]

@@ -76,6 +76,8 @@ def places_of(row_index: RowIndex, numbers: Sequence[Ints | None]) -> RowIndex:
         is_there = own[at] == rows if len(own) else np.zeros(len(rows), np.bool_)
         if not is_there.all():
             first = int(places[int(np.argmin(is_there))])
-            raise RowOutOfBounds(f"row {first} of a slab is not in its excerpt", row=first)
+            raise RowOutOfBounds(
+                f"row {first} of a slab is not in the excerpt of its block", row=first
+            )
         found[places, 1] = at
     return found
