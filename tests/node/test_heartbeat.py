@@ -140,7 +140,9 @@ class Joined(SimpleNamespace):
 
     def __init__(self) -> None:
         began = time.monotonic()
-        super().__init__(member_id="m", following=None, host_count=4, opened_at=began, closed=False)
+        super().__init__(
+            member_id="m", following=None, host_count=4, opened_at=began, closed=False, streams={}
+        )
         self.gathered = asyncio.Event()
 
 
@@ -177,7 +179,7 @@ def test_a_rank_waits_for_the_others_of_its_launch(lasts: str, monkeypatch: Any)
             assert not member.gathered.is_set()
             waiting.cancel()
         elif lasts == "until an error":
-            engine.refuse_stream, member.streams = None, {}
+            engine.refuse_stream = None
             beat._end(cast("ServedMember", member), DataStallError("gone"))
             await waiting
         else:
@@ -186,4 +188,4 @@ def test_a_rank_waits_for_the_others_of_its_launch(lasts: str, monkeypatch: Any)
             assert member.gathered.is_set()
         beating.cancel()
 
-    asyncio.run(main())
+    asyncio.run(asyncio.wait_for(main(), 60))
