@@ -115,7 +115,7 @@ def test_a_damaged_shard_is_the_same_error_and_the_rest_is_kept(
 
 
 def test_a_shard_of_another_schema_is_named(put: Callable[[dict[str, bytes]], str]) -> None:
-    other = parquet_bytes(pa.table({"id": [1.5]}))
+    other = parquet_bytes(pa.table({"id": ["1"]}))
     url = put({**SHARDS["parquet"], "017.parquet": other})
     with indexing() as found, pytest.raises(SchemaMismatch, match=r"017\.parquet"):
         found.of(url)

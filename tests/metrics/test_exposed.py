@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import threading
 import time
@@ -220,7 +221,9 @@ def test_a_hung_fetcher_is_named_while_its_trainer_waits(shards: str, tmp_path: 
             wait_until(lambda: bounds(service) == {"storage"})
         finally:
             server.usual = Mood.WELL
-            server.closing.set()
+            with server.lock:
+                for connection in server.open:  # what hangs is requested again
+                    connection.shutdown(socket.SHUT_RDWR)
             for fetcher in fetchers:
                 with contextlib.suppress(psutil.Error):
                     fetcher.resume()

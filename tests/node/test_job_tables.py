@@ -140,7 +140,7 @@ MEMBER = SimpleNamespace(
     job_id="j", member_id="m", generation=1, epoch=0, cursor=0, rate=0.0, stall_s=0.0,
     bound="", began=None, mix=None, mix_from=None, seen=(0.0, 0, 0), following=None,
     request=SimpleNamespace(topology=Topology()),
-    host_count=1,
+    host_count=1, streams={},
 )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from dataplane.rpc.membership import MemberProgress
 
 def test_what_another_node_says_is_cut_and_without_secrets() -> None:
     rows = ReplacedRows(Trace("node"))
-    delivery: Any = SimpleNamespace(job_id="j", is_for_nodes=False)
+    delivery: Any = SimpleNamespace(job_id="j", is_for_nodes=False, bad_limit=None)
     signed = "https://h/a.parquet?X-Amz-Signature=abc&session=0123456789abcdef0123456789"
     made = tasks.Assembled(
         1, replaced=(ReplacedRow(signed, 0, 1, 2, "r" * 9999), ReplacedRow("u" * 9999, 0, 1, 2, ""))
