@@ -4,7 +4,7 @@ import signal
 
 
 def main() -> None:
-    """The console script. Ctrl-C during imports ends it without a traceback."""
+    """Run the command line. Ctrl-C during imports ends the process without a traceback."""
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

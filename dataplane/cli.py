@@ -44,8 +44,9 @@ from dataplane.model.errors import ConfigError, DataplaneError
 #
 # Commands of other packages: entry points of the group `dataplane.commands`.
 #
-# Each is a click command, which is loaded only when it is called or listed. `OFFERED` are those
-# that we publish: if the package is missing, the command says how to install it.
+# Each is a click command, which is loaded only when it is called or listed. `OFFERED` has the
+# commands of packages that we publish: if the package is missing, the command says how to install
+# it.
 
 GROUP = "dataplane.commands"
 OFFERED = {"bench": "dataplane-bench"}
@@ -163,7 +164,7 @@ def _drop_output() -> None:
 
 def _told(error: BaseException, manner: Manner, arguments: Sequence[str]) -> int:
     """Report the error that ended a command, as text or JSON; return the exit status. In a service
-    whose log is JSON it is a line of the log.
+    whose log is JSON, the report is a line of the log.
     """
     is_bug = False
     match error:
@@ -210,7 +211,7 @@ def _open_standard_streams() -> None:
 
 
 def main() -> None:
-    """The console script."""
+    """Run the command line of this process, and exit with its status."""
     _open_standard_streams()
     status = run(sys.argv[1:])
     if status == output.EXIT_INTERRUPTED:

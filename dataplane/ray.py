@@ -54,8 +54,8 @@ class Nodes:
         self._actors: dict[str, Any] = {}
 
     def start_missing(self) -> None:
-        """Start a node on each host of the cluster that has none, such as one that came later, and
-        wait until these are ready.
+        """Start a node on each host of the cluster that has none, such as a host that joined later,
+        and wait until these nodes are ready.
 
         Raises:  ConfigError, PeerLost: as `start_nodes`.
         """
@@ -88,7 +88,7 @@ class Nodes:
     def close(self) -> None:
         """Drain all nodes, then stop them. May be called twice."""
         actors, self._actors = self._actors, {}
-        # The coordinator last: its key is "".
+        # Stop the coordinator, whose key is "", last.
         for name in sorted(actors, reverse=True):
             try:
                 ray.get(actors[name].stop.remote(), timeout=STOP_S + READY_S)
@@ -102,10 +102,10 @@ def start_nodes(*, join: str = "", environ: Mapping[str, str] | None = None) -> 
     unless `join` is the address of one. Waits until all are ready.
 
     `environ` are variables of these processes: settings (DATAPLANE_BLOCK_ARENA_BYTES), keys of
-    object stores, DATAPLANE_TOKEN, which is made if there is none.
+    object stores, and DATAPLANE_TOKEN, which is generated if it is missing.
 
-    Raises:  ConfigError: a process ends at once; its own error follows. PeerLost: one is not ready
-    in time.
+    Raises:  ConfigError: a process ends at once, or is not ready in time; its last lines follow.
+    PeerLost: an actor does not run.
     """
     given = dict(environ or {})
     if join:
@@ -133,7 +133,7 @@ def _free_port() -> int:
 
 class _Daemon:
     """Runs `dataplane serve` again and again until `stop`. If this actor is killed, so is its
-    process, and trainers wait for that of the next actor.
+    process, and trainers wait for the process of the next actor.
     """
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
@@ -143,12 +143,13 @@ class _Daemon:
         self._last: deque[str] = deque(maxlen=_LINES)
         self._process: subprocess.Popen[str] | None = None
         self._failure = ""
-        # The kernel ends the process with the thread that has started it, so this one stays.
+        # Start the process from a thread that lives as long as the process: the kernel ends a
+        # process together with the thread that has started it.
         self._thread = threading.Thread(target=self._keep_running, daemon=True)
         self._thread.start()
 
     def ready(self) -> str:
-        """Wait until the process is ready. Returns why it is not, or ""."""
+        """Wait until the process is ready. Return "", or why it is not ready."""
         self._is_ready.wait(READY_S)
         if self._failure or self._is_ready.is_set():
             return self._failure

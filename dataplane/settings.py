@@ -28,8 +28,8 @@ from dataplane.rpc.address_kinds import ADDRESS, ADDRESS_OR_NONE, DATA_ADDRESS, 
 #
 # The settings of dataplane/security, and of connections between nodes.
 #
-# They are not in that room, since every process reads its settings, but only processes that listen
-# or connect over TCP import the code that uses them.
+# These settings are defined here rather than in that room: every process reads its settings, but
+# only processes that listen or connect over TCP import the code that uses these.
 
 NEIGHBOUR_SETTINGS: tuple[Setting, ...] = (
     Setting(
@@ -125,8 +125,8 @@ _OF_OTHERS = re.compile(
 MIB = 1 << 20
 GIB = 1 << 30
 WORKER_BYTES_MIN = 256 * MIB
-"""The least that a worker needs: it takes about 100 MiB once it has imported everything it may
-need.
+"""The least memory that a worker needs. About 100 MiB are taken once the worker has imported all
+modules that it may need.
 """
 
 
@@ -216,7 +216,8 @@ SETTINGS: tuple[Setting, ...] = (
         "block_arena_bytes",
         units.BYTES,
         "memory for fetched and decoded blocks, per node",
-        # An eighth suffices for what a shuffle keeps open; small machines may use a quarter.
+        # An eighth of the memory suffices for the blocks that a shuffle keeps open; small machines
+        # may use a quarter.
         lambda m, _: _within(m.memory_bytes // 8, min(m.memory_bytes // 4, 4 * GIB), 1 << 62),
     ),
     Setting(
@@ -231,7 +232,7 @@ SETTINGS: tuple[Setting, ...] = (
         "slab_bytes",
         units.BYTES,
         "size of a slab: batches travel to a trainer in pieces of this size",
-        # Up to this size, larger slabs reduce the cost per batch.
+        # Up to 16 MiB, larger slabs reduce the cost per batch.
         lambda machine, _environ: _within(machine.memory_bytes // 1024, 4 * MIB, 16 * MIB),
     ),
     Setting(
@@ -419,7 +420,7 @@ def check_variables(environ: Mapping[str, str]) -> None:
     """Refuse unknown variables that look like settings: a misspelt one would have no effect, even
     if it was meant to limit what a service opens.
 
-    Raises:  ConfigError: one is unknown; says which is meant.
+    Raises:  ConfigError: a variable is unknown; suggests the setting that may be meant.
     """
     for name in unknown_variables(environ):
         import difflib
@@ -499,7 +500,8 @@ def default_node_config() -> NodeConfig:
             field="worker_count",
         )
     if settings["log_level"].source == "default":
-        # An embedded node logs to the trainer's stderr: what its user can act on.
+        # An embedded node logs to the trainer's stderr, so it logs only lines on which the user can
+        # act.
         config = structs.replace(config, log_level=trace.QUIET)
     return config
 

@@ -24,7 +24,7 @@ otherwise it is cut from the largest gap.
 
 
 def rounded(length: int) -> int:
-    """The bytes that an allocation of `length` takes."""
+    """Return the bytes that an allocation of `length` takes."""
     return -(-max(length, 1) // GRANULE_BYTES) * GRANULE_BYTES
 
 
@@ -43,7 +43,7 @@ class Allocator:
 
     def allocate(self, length: int, *, is_brief: bool = False) -> int | None:
         """Return the offset of `length` bytes, or None if no free extent is that long. `is_brief`:
-        they will be free again soon, so they are taken from the other end.
+        the bytes will be freed soon, so they are taken from the end of a free extent.
         """
         need = rounded(length)
         where = bisect.bisect_left(self._by_length, (need, 0))
@@ -95,7 +95,7 @@ class Allocator:
         self.free(offset + keep)
 
     def free_extents(self) -> list[tuple[int, int]]:
-        """(offset, length) of the free extents, the longest first."""
+        """Return (offset, length) of the free extents, the longest first."""
         return sorted(self._lengths.items(), key=lambda extent: (-extent[1], extent[0]))
 
     def _remove(self, at: int) -> int:

@@ -4,9 +4,10 @@ A fork copies all live tensors, and the child keeps reading them from the shared
 So memory that was alive at a fork must not be reused, even after it has died in this process,
 before the child and all of its descendants have ended.
 
-The kernel knows when that is. Before a fork, this process maps a page of a memfd that only the
-child keeps afterwards; a memfd cannot be sealed against writing while any process has it mapped. A
-pipe would also show the end of the child, but daemons close all descriptors that they inherit.
+The kernel knows when they have ended. Before a fork, this process maps a page of a memfd that only
+the child keeps afterwards; a memfd cannot be sealed against writing while any process has it
+mapped. A pipe would also show the end of the child, but daemons close all descriptors that they
+inherit.
 
 Invariants:
 1. Memory that was alive at a fork is not released while a descendant of that fork exists that has
@@ -35,8 +36,9 @@ _Dead = TypeVar("_Dead")
 
 
 class Fork:
-    """A fork, or several forks without a birth in between. It concerns everything with a number
-    below its limit. If the kernel cannot tell whether it is over, it counts as lasting forever.
+    """A fork, or several forks without a call of `born` in between. It concerns all objects with a
+    number below its limit. If the kernel cannot tell whether it is over, it counts as lasting
+    forever.
     """
 
     def __init__(self) -> None:
@@ -140,7 +142,7 @@ def died(number: int) -> tuple[Fork, ...]:
 
 
 def lasting_forks() -> list[Fork]:
-    """The forks that are not over; others are forgotten."""
+    """Return the forks that are not over, and forget the others."""
     lasting = []
     for fork in list(_forks):
         if not fork.is_over():
@@ -173,7 +175,7 @@ def _after_in_parent() -> None:
 
 
 def _after_in_child() -> None:
-    global _forking  # noqa: PLW0603 - the old one may belong to a thread that is not here
+    global _forking  # noqa: PLW0603 - the old lock may be held by a thread that is not here
     _forking = threading.RLock()
     _current.clear()
     _alive.clear()

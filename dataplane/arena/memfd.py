@@ -5,7 +5,8 @@ Invariants:
    process can turn another's mapping into SIGBUS.
 2. Memory is allocated (`reserve`) before it is touched, or by the kernel as it copies bytes there
    (`NewMemory`): if the machine is out of memory, this raises an error, instead of a signal.
-3. Nothing is named: when the last process that holds the memfd dies, the kernel frees it.
+3. A memfd has no name in a file system: when the last process that holds it dies, the kernel frees
+   its memory.
 4. A mapping lives as long as any view of it.
 5. Mapped pages stay mapped, and allocated memory stays allocated until it is released, so one call
    is enough.
@@ -40,7 +41,7 @@ _MADV_POPULATE_WRITE = 23
 _MADV_REMOVE = 9
 _SEALS = 0x0001 | 0x0002 | 0x0004  # SEAL, SHRINK, GROW
 PIECE_BYTES = 64 << 10
-"""Which memory is allocated or mapped is recorded in pieces of this size."""
+"""An arena records in pieces of this size which of its memory is allocated or mapped."""
 _LESS = (
     "give this machine or container more memory, or lower block_arena_bytes or "
     f"delivery_bytes_per_rank ({ways_to_set('block_arena_bytes', 'SIZE')}; the other likewise)"
@@ -73,7 +74,7 @@ class NewMemory:
         """The file of this memory, and the offset of the next byte."""
 
     def write(self, body: Buffer) -> int:
-        """Write these bytes."""
+        """Write the first of these bytes, as far as there is room; return how many were written."""
         part = memoryview(body)[: self._end - self.offset]
         with self._arena.allocation(self.offset + len(part)):
             count = os.pwrite(self.fd, part, self.offset)
@@ -81,7 +82,7 @@ class NewMemory:
         return count
 
     def moved(self, count: int, error: int = 0) -> None:
-        """Note that the kernel has put this many bytes there, and the error that ended it."""
+        """Note how many bytes the kernel has copied, and the error that stopped it, if any."""
         self.offset += count
         if error:
             with self._arena.allocation(self._end):
@@ -105,12 +106,12 @@ class Arena:
         self._while_mapped = weakref.ref(self._buffer.obj)
         self._mapped = bytearray()
         self._allocated = bytearray()
-        # The kernel allocates for one thread of a file at a time; others would spin.
+        # Allocate in one thread at a time: in the kernel, the other threads would spin.
         self._allocating = threading.Lock()
 
     @classmethod
     def create(cls, label: str, size_bytes: int) -> Arena:
-        """A new arena; `label` shows in /proc/PID/maps. No memory is used until `reserve`.
+        """Create an arena; `label` shows in /proc/PID/maps. No memory is used until `reserve`.
 
         Raises:  BudgetTooSmall: the machine refuses that much address space.
         """
@@ -140,7 +141,7 @@ class Arena:
                     f"expected a sealed arena of {size_bytes} bytes, found {size} bytes"
                 )
             return cls(fd, size_bytes)
-        except BaseException as error:  # a signal handler, too, may raise
+        except BaseException as error:  # even if a signal handler raises
             os.close(fd)
             if isinstance(error, OSError):
                 raise ClosedError(f"cannot map the arena: {error}") from error
@@ -154,7 +155,7 @@ class Arena:
         return self._buffer
 
     def view(self, offset: int, length: int) -> memoryview:
-        """Bytes [offset, offset + length), writable."""
+        """Return bytes [offset, offset + length), writable."""
         if offset < 0 or length < 0 or offset + length > self.size_bytes:
             raise IndexError(f"[{offset}, {offset + length}) is outside of {self.size_bytes} bytes")
         return self.buffer[offset : offset + length]
@@ -191,8 +192,8 @@ class Arena:
 
     def reserve(self, offset: int, length: int) -> bool:
         """Allocate the memory of bytes [offset, offset + length), unless this process did so
-        before. Allocating takes 0.1 to 0.3 ms a MiB, and a tenth of it if another process did so.
-        Returns whether it allocated anything that no process had written.
+        before. Allocating takes 0.1 to 0.3 ms a MiB, and a tenth of that if another process did so.
+        Returns whether it allocated any memory that no process had written.
 
         Raises:  BudgetTooSmall: the machine, or this container, has no more memory.
         """
@@ -201,15 +202,15 @@ class Arena:
         first = self._allocated.find(0, first, end)
         if first < 0:
             return False
-        # Another thread may have just done so.
+        # If another thread has just allocated all of it, `rfind` returns -1.
         end = max(self._allocated.rfind(0, first, end), first) + 1
         start, stop = first * PIECE_BYTES, min(end * PIECE_BYTES, self.size_bytes)
-        # Another process may have written all of it. The kernel takes other memory for a hole.
+        # Skip memory that other processes have written; to the kernel, all other memory is a hole.
         if os.lseek(self.fd, start, os.SEEK_HOLE) >= stop:
             self._allocated[first:end] = b"\1" * (end - first)
             return False
         if pages.shared_huge_pages() == "advise":
-            # Only page faults follow the advice: fallocate would allocate small pages.
+            # Touch the pages first: only page faults follow the advice, fallocate does not.
             with contextlib.suppress(OSError):
                 pages.advise(self._address + start, stop - start, _MADV_POPULATE_WRITE)
         with self.allocation(stop):
@@ -244,13 +245,13 @@ class Arena:
         return huge == "deny" or (huge == "never" and _huge_pages.pass_by(length))
 
     def new_memory(self, view: memoryview) -> NewMemory | None:
-        """The memory behind a view of this arena, for the kernel to fill; None for other memory."""
+        """Return the memory behind a view of this arena, to be filled; None for other memory."""
         offset = ctypes.addressof(ctypes.c_char.from_buffer(view)) - self._address
         is_here = offset >= 0 and offset + len(view) <= self.size_bytes
         return NewMemory(self, offset, len(view)) if is_here else None
 
     def missing_bytes(self, offset: int, length: int) -> int:
-        """How much memory `reserve` would allocate."""
+        """Return how much memory `reserve` would allocate."""
         return self._allocated.count(0, *self._pieces(offset, length)) * PIECE_BYTES
 
     @property
@@ -265,7 +266,7 @@ class Arena:
         return first, end
 
     def _inner_pieces(self, offset: int, length: int) -> tuple[int, int]:
-        """The first piece that lies within these bytes, and the one behind the last."""
+        """Return the first piece that lies within these bytes, and the one after the last."""
         self._pieces(offset, length)
         return -(-offset // PIECE_BYTES), (offset + length) // PIECE_BYTES
 
@@ -282,7 +283,7 @@ class Arena:
         """
         if pages.shared_huge_pages() == "never":
             self._fill_with_huge_pages(offset, length)
-        # New pages have yet to be cleared; to map them for writing does that in less time.
+        # Map new pages for writing: this clears them faster than mapping them for reading.
         is_new = self.reserve(offset, length)
         self._populate(offset, length, _MADV_POPULATE_WRITE if is_new else _MADV_POPULATE_READ)
 
@@ -362,7 +363,7 @@ class BorrowedArenas:
     def attach(self, arena_id: int, fd: int) -> Arena:
         """Map this arena, whose descriptor then belongs to it.
 
-        Raises:  ClosedError: it is no sealed arena.
+        Raises:  ClosedError: the descriptor is not a sealed arena.
         """
         arena = Arena.attach(fd, os.fstat(fd).st_size)
         self.detach(arena_id)
@@ -371,7 +372,7 @@ class BorrowedArenas:
         return arena
 
     def detach(self, arena_id: int) -> None:
-        """Close this arena, at once or when its last user is done; nothing if there is none."""
+        """Close this arena, at once or when its last user is done, if there is such an arena."""
         with self._lock:
             borrowed = self._borrowed.pop(arena_id, None)
             if borrowed is not None:
@@ -379,7 +380,7 @@ class BorrowedArenas:
                 _close_unused(borrowed)
 
     def use(self, arena_id: int) -> BorrowedArena | None:
-        """The arena of this number, which stays open until `done`."""
+        """Return the arena of this number, which stays open until `done`."""
         with self._lock:
             borrowed = self._borrowed.get(arena_id)
             if borrowed is not None:
@@ -393,7 +394,7 @@ class BorrowedArenas:
             _close_unused(borrowed)
 
     def close(self) -> None:
-        """Detach all of them."""
+        """Detach all arenas."""
         for arena_id in [*self._borrowed]:
             self.detach(arena_id)
 

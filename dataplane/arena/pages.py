@@ -1,7 +1,7 @@
 """Pages of memory by their address, as the kernel maps them.
 
-Python's own mmap keeps a descriptor as long as the mapping lives. With it, a forked child would
-keep all memory of an arena alive, even memory that it never reads.
+Python's own mmap is not used for arenas, since it keeps a descriptor as long as the mapping lives:
+a forked child would keep all memory of an arena alive, even memory that the child never reads.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _MAP_NORESERVE = 0x4000
 
 
 def map_shared(fd: int, size_bytes: int) -> int:
-    """The address of a writable shared mapping of a file. If the kernel has huge pages for it, it
-    uses them.
+    """Map a file, shared and writable, and return the address. The kernel is advised to use huge
+    pages.
 
     Raises:  OSError.
     """
@@ -93,9 +93,9 @@ class HugePages:
 
     Where the machine has huge pages ready, they take a tenth of that time. On a virtual machine
     whose host takes back free memory, they take several times as much, since the host must provide
-    it again. So one is tried after the first 32 MiB, and if it was slow, again after 256 MiB of
-    small pages, 512, ...; later if a trial took long, so that trials take a hundredth of the time
-    that small pages take.
+    it again. So a huge page is tried after the first 32 MiB, and if it was slow, again after 256
+    MiB of small pages, 512, ...; later if a trial took long, so that trials take a hundredth of the
+    time that small pages take.
     """
 
     def __init__(self) -> None:
@@ -116,14 +116,14 @@ class HugePages:
         """
         if self.pass_by(size_bytes):
             return False
-        # One huge page shows what they cost.
+        # Unless huge pages were cheap last time, measure the cost with one of them.
         tried_bytes = size_bytes if self._is_cheap else HUGE_BYTES
         began, is_done = time.thread_time(), True
         try:
             for at in range(address, address + tried_bytes, HUGE_BYTES):
-                advise(at, PAGE_BYTES, _MADV_POPULATE_WRITE)  # the kernel fills up what has a page
+                advise(at, PAGE_BYTES, _MADV_POPULATE_WRITE)  # collapsing needs a page to fill up
             advise(address, tried_bytes, _MADV_COLLAPSE)
-        except OSError:  # too old a kernel, or no huge page is free
+        except OSError:  # the kernel is too old, or no huge page is free
             is_done = False
         spent_s = time.thread_time() - began
         self._is_cheap = is_done and spent_s * (1 << 20) <= _CPU_S_MAX * tried_bytes
@@ -159,7 +159,7 @@ def advise(address: int, size_bytes: int, advice: int) -> None:
 
 
 def view_of(address: int, size_bytes: int) -> memoryview:
-    """A mapping as a buffer of bytes, which is unmapped when the last view of it dies."""
+    """Return a mapping as a buffer of bytes. It is unmapped when the last view of it dies."""
     array = (ctypes.c_ubyte * size_bytes).from_address(address)
     weakref.finalize(array, _libc.munmap, address, size_bytes).atexit = False
     return memoryview(array).cast("B")

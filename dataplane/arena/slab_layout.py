@@ -80,12 +80,12 @@ class TextPiece(NamedTuple):
 
 
 def aligned(length: _Number) -> _Number:
-    """The next multiple of ALIGN_BYTES."""
+    """Round up to the next multiple of ALIGN_BYTES."""
     return -(-length // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def row_index_bytes(rows: int) -> int:
-    """Bytes that the row index of this many rows takes at the end of a slot."""
+    """Return the bytes that the row index of this many rows takes at the end of a slot."""
     return aligned(rows * INDEX_BYTES)
 
 
@@ -97,19 +97,19 @@ def row_numbers_bytes(rows: int) -> int:
 
 
 def in_slot(slot: Region, rows: int) -> tuple[Region, Region]:
-    """The two parts of a slot: the space for the slab, and the row index of this many rows."""
+    """Return the two parts of a slot: the slab's space, and the row index of this many rows."""
     slab_bytes = slot.length - row_index_bytes(rows)
     index = Region(slot.offset + slab_bytes, rows * INDEX_BYTES)
     return Region(slot.offset, slab_bytes), index
 
 
 def row_bytes(spec: ColumnSpec) -> int:
-    """The size of one row of a FIXED column."""
+    """Return the size of one row of a FIXED column."""
     return spec.value_bytes * math.prod(spec.shape)
 
 
 def values_bytes(spec: ColumnSpec, width: _Number, rows: _Number) -> _Number:
-    """Bytes of the values of one piece."""
+    """Return the bytes of the values of one piece."""
     if spec.kind is Kind.OBJECT:
         return width
     size = width * spec.value_bytes
@@ -117,12 +117,12 @@ def values_bytes(spec: ColumnSpec, width: _Number, rows: _Number) -> _Number:
 
 
 def side_count(kind: Kind, rows: _Number) -> _Number:
-    """How many lengths or offsets the side of a piece has; not for OBJECT."""
+    """Return how many lengths or offsets the side of a piece has; not for OBJECT."""
     return rows if kind is Kind.PADDED else rows + 1
 
 
 def side_bytes(kind: Kind, rows: _Number) -> _Number:
-    """Bytes of the side of one piece."""
+    """Return the bytes of the side of one piece."""
     if kind is Kind.OBJECT:
         return rows * 0
     size = side_count(kind, rows) * SIDE_BYTES
@@ -153,7 +153,7 @@ def one_after_other(values: Ints, sides: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def column_begins(ends: Ints) -> Ints:
-    """The offsets at which columns of these sizes begin.
+    """Return the offsets at which columns of these sizes begin.
 
     Shapes:  ends: int64[columns, n], the sizes for n different numbers of batches.   result: the
     same.
@@ -164,7 +164,7 @@ def column_begins(ends: Ints) -> Ints:
 
 
 def pieces(spec: ColumnSpec, column: PlacedColumn, i: int, rows: int) -> list[SlabPiece]:
-    """The pieces of one column for batch `i`, which has `rows` rows: values, then side if any."""
+    """Return the pieces of a column for batch `i`, with `rows` rows: values, then side if any."""
     if spec.kind is Kind.FIXED:
         return [SlabPiece(column.values[i], rows * row_bytes(spec))]
     values = SlabPiece(column.values[i], values_bytes(spec, column.width[i], rows))
@@ -176,7 +176,7 @@ def pieces(spec: ColumnSpec, column: PlacedColumn, i: int, rows: int) -> list[Sl
 
 
 def texts(memory: npt.NDArray[np.uint8], column: PlacedColumn, i: int, rows: int) -> TextPiece:
-    """The texts of batch `i`, which has `rows` rows.
+    """Return the texts of batch `i`, which has `rows` rows.
 
     Shapes:  memory: uint8[bytes], the slab.
     """

@@ -75,12 +75,12 @@ def slot_bytes_of(arena_bytes: int) -> int:
 
 
 def arena_bytes_min(slot_bytes: int) -> int:
-    """The smallest arena with slots of this size."""
+    """Return the size of the smallest arena with slots of this size."""
     return plan_slots(0, slot_bytes).arena_bytes
 
 
 def arena_bytes_of_zone(zone_bytes: int) -> int:
-    """The smallest arena whose zone has this many bytes, whatever the slot size."""
+    """Return the size of the smallest arena whose zone has this many bytes, whatever the slots."""
     return (zone_bytes + _PAGE_BYTES) * _ZONE_SHARE
 
 
@@ -100,7 +100,7 @@ class Slots:
         return len(self._free)
 
     def take(self) -> Region | None:
-        """A slot, or None if none is free."""
+        """Return a slot, or None if no slot is free."""
         if not self._free:
             return None
         at = self._free.pop()
@@ -108,7 +108,7 @@ class Slots:
         return Region(at, self.layout.slot_bytes)
 
     def take_zone(self) -> Region | None:
-        """The zone, or None while it is in use."""
+        """Return the zone, or None while it is in use."""
         if not self.zone_is_free:
             return None
         self.zone_is_free = False

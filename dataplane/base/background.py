@@ -33,8 +33,8 @@ _trace = Trace("background")
 
 
 def start(name: str, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """Run this in the background. The caller keeps the task, and may cancel it. The coroutine must
-    handle expected errors: every exception that it raises counts as a bug.
+    """Run a coroutine in the background. The caller keeps the task, and may cancel it. The
+    coroutine must handle expected errors: every exception that it raises counts as a bug.
     """
     task = asyncio.get_running_loop().create_task(coroutine, name=name)
     task.add_done_callback(_look)
@@ -53,7 +53,7 @@ def end_process_on_failure() -> None:
 
 
 def end_process(name: str, error: BaseException | None) -> NoReturn:
-    """The task `name` has failed: log it and end this process."""
+    """Log that the task `name` has failed, and end this process."""
     _trace.broke("task failed: this process exits", by=error, task=name, error=repr(error))
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.flush()
@@ -94,7 +94,7 @@ def _on_failure(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> No
 
 
 def _callback(handle: asyncio.Handle) -> object:
-    called: object = handle._callback  # type: ignore[attr-defined]  # noqa: SLF001 - nothing else tells
+    called: object = handle._callback  # type: ignore[attr-defined]  # noqa: SLF001 - no public name
     while isinstance(called, partial):
         called = called.func
     return called

@@ -5,8 +5,8 @@ gets the one that PyPI's ziglang contains. Where the headers of libjpeg-turbo ar
 libpixels.so is compiled without it, and Pillow decodes JPEGs.
 """
 
-# No `from __future__ import annotations`: hatchling does not import this file as a module, and
-# without a module dataclasses cannot resolve annotations that are strings.
+# Do not add `from __future__ import annotations`: hatchling does not import this file as a module,
+# and without a module dataclasses cannot resolve annotations that are strings.
 import os
 import shlex
 import shutil
@@ -21,15 +21,15 @@ from typing import Any
 from hatchling.builders.config import BuilderConfig
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-# No contraction to fused multiply-add, which rounds differently: results must not depend on the
-# CPU.
+# -ffp-contract=off forbids fused multiply-add, which rounds differently: results must not depend on
+# the CPU.
 _FLAGS = (
     *("-std=c11", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-fvisibility=hidden"),
     *("-Wall", "-Wextra"),
 )
 ZIG = "ziglang==0.17.1"
-# Without -mcpu, zig compiles for the processor of the build machine; others could not run the
-# result.
+# Without -mcpu, zig compiles for the processor of the build machine, and older processors could not
+# run the result.
 _ZIG_CC = (sys.executable, "-m", "ziglang", "cc", "-mcpu=baseline")
 
 
@@ -50,8 +50,8 @@ class Package:
 @dataclass(frozen=True, slots=True)
 class Library:
     """One of our C libraries. `sources` is a C file with its header, or a folder of C files that
-    make one library; all of them include compiler.h of the folder above. If the package that it
-    `wants` is missing, it is compiled without it.
+    make one library; all of them include compiler.h of the folder above. If the package that the
+    library `wants` is missing, the library is compiled without the package.
     """
 
     sources: Path
@@ -106,11 +106,11 @@ class BuildKernels(BuildHookInterface[BuilderConfig]):
     """
 
     def dependencies(self) -> list[str]:
-        """Called by hatchling: return what pip must install for the build."""
+        """Return the packages that pip must install for the build; hatchling calls this method."""
         return [] if has_compiler() else [ZIG]
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Called by hatchling before each build."""
+        """Compile the libraries and add them to the build; hatchling calls this for each build."""
         del version
         root = Path(self.root)
         is_portable = bool(os.environ.get("PORTABLE_WHEEL"))
@@ -162,7 +162,7 @@ def main() -> None:
 
 def compile_as_possible(library: Library, root: Path) -> str:
     """Compile a library, and if that fails, compile it without the package that it wants. Return a
-    warning that says what it lacks, or "".
+    warning that names the missing package, or "".
 
     Raises:  NotCompiled: the library could not be compiled; the message says what to install.
     """
@@ -182,7 +182,7 @@ def compile_as_possible(library: Library, root: Path) -> str:
 
 
 def has_compiler() -> bool:
-    """Whether this machine has a C compiler: `CC` or cc."""
+    """Return whether this machine has a C compiler: `CC` or cc."""
     return bool(os.environ.get("CC") or shutil.which("cc"))
 
 
@@ -218,7 +218,7 @@ def compile_library(library: Library, root: Path, *, is_whole: bool = True) -> N
 
 
 def _flags_for(package: Package) -> tuple[list[str], list[str]]:
-    """The compiler flags for a package: from conda's environment, from pkg-config, or the defaults.
+    """Return the flags for a package: from conda's environment, from pkg-config, or the defaults.
 
     Adds the folder to the library's run path if the dynamic loader does not search it.
     """

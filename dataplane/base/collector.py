@@ -47,8 +47,8 @@ _rest = _Rest()
 
 @contextlib.contextmanager
 def resting() -> Iterator[None]:
-    """Turn the collector off in all threads while many objects without cycles are created. It is
-    turned on again when the last caller leaves.
+    """Turn the collector off in all threads while many objects without cycles are created. When the
+    last caller leaves, the collector is turned on again.
     """
     _rest.begin()
     try:
@@ -76,8 +76,8 @@ def start() -> None:
 def settle() -> None:
     """Exclude all present objects from collection, since they live until the process ends. A node
     has 50,000 objects once its imports are done, and visiting them all blocks its event loop for 35
-    ms. Later objects are collected, but less often than usual. There is no last collection before
-    that: it would take as long, and free only the 600 objects of garbage that imports leave.
+    ms. Later objects are collected, but less often than usual. The present garbage is not collected
+    first: this would take as long, and free only the 600 objects that imports leave.
     """
     gc.freeze()
     gc.set_threshold(*_THRESHOLDS)

@@ -1,6 +1,6 @@
 """The memory and processors that this process may use, cgroup limits included.
 
-All knowledge of Linux's files about them is in this module.
+All code that reads Linux's files about memory and processors is in this module.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def pwd_home(uid: int) -> str:
 
 
 def memory_limit(root: Path) -> int | None:
-    """Bytes that the tightest cgroup around this process allows; None without a limit.
+    """Return the bytes that the tightest cgroup around this process allows; None without a limit.
 
     Source: Documentation/admin-guide/cgroup-v2.rst (memory.max), cgroup-v1/memory.rst.
     """
@@ -108,7 +108,8 @@ def memory_limit(root: Path) -> int | None:
 
 
 def cpu_limit(root: Path) -> int | None:
-    """Whole processors that the tightest cgroup quota allows, at least 1; None without a quota.
+    """Return the whole processors that the tightest cgroup quota allows, at least 1; None without a
+    quota.
 
     Source: Documentation/admin-guide/cgroup-v2.rst (cpu.max), scheduler/sched-bwc.rst.
     """
@@ -145,7 +146,7 @@ def collect_rarely() -> None:
 
 
 def thread_count() -> int:
-    """Number of threads of this process, those of libraries included.
+    """Return the number of threads of this process, those of libraries included.
 
     Source: proc(5), /proc/self/task.
     """
@@ -153,15 +154,16 @@ def thread_count() -> int:
 
 
 def close_descriptors(keep: Collection[int]) -> None:
-    """Close all descriptors of this process except the first three and those."""
+    """Close all descriptors of this process except 0, 1, 2 and those in `keep`."""
     for fd in [int(each.name) for each in Path("/proc/self/fd").iterdir()]:
         if fd > 2 and fd not in keep:
-            with contextlib.suppress(OSError):  # the one that listed the folder
+            with contextlib.suppress(OSError):  # the folder's own descriptor is closed already
                 os.close(fd)
 
 
 def set_process(name: str, *, dies_with_parent: bool = False) -> None:
-    """Name this process, in 15 bytes, and let the kernel kill it when its parent ends.
+    """Name this process, in 15 bytes. With `dies_with_parent`, the kernel kills the process when
+    its parent ends.
 
     Source: prctl(2).
     """
@@ -172,8 +174,8 @@ def set_process(name: str, *, dies_with_parent: bool = False) -> None:
 
 
 def kill_count_for_memory() -> int:
-    """How many processes of this machine the kernel has killed because memory ran out; 0 if it does
-    not report that.
+    """Return how many processes of this machine the kernel has killed because memory ran out; 0 if
+    the kernel does not report the number.
 
     Source: mm/oom_kill.c, and mm/vmstat.c (oom_kill).
     """
@@ -185,7 +187,7 @@ def kill_count_for_memory() -> int:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether all threads of a process have ended, even if its parent has not reaped it yet.
+    """Return whether all threads of a process have ended, even if its parent has not reaped it yet.
 
     Source: proc_pid_stat(5), field 3; the name in parentheses before it may have any characters.
     """
@@ -197,8 +199,8 @@ def has_ended(pid: int) -> bool:
 
 
 def waited_for_processor_s(pid: int) -> float:
-    """Seconds for which the main thread of a process was ready to run but had no processor; 0.0 if
-    the kernel does not report it, or the process is gone.
+    """Return the seconds for which the main thread of a process was ready to run but had no
+    processor; 0.0 if the kernel does not report them, or the process is gone.
 
     Source: Documentation/scheduler/sched-stats.rst (/proc/<pid>/schedstat).
     """
@@ -207,7 +209,8 @@ def waited_for_processor_s(pid: int) -> float:
 
 
 class ProcessorWaits:
-    """How long one thread of this process has waited for a processor so far. Keeps the file open.
+    """Measures how long one thread of this process has waited for a processor so far. Keeps the
+    kernel's file about the thread open.
 
     Source: Documentation/scheduler/sched-stats.rst (/proc/<pid>/task/<tid>/schedstat).
     """
@@ -221,11 +224,13 @@ class ProcessorWaits:
 
     @property
     def is_known(self) -> bool:
-        """Whether the kernel reports it."""
+        """Whether the kernel reports the thread's waits."""
         return self._fd is not None
 
     def seconds(self) -> float:
-        """Seconds so far; 0 if the kernel does not report them."""
+        """Return the seconds that the thread has waited so far; 0 if the kernel does not report
+        them.
+        """
         if self._fd is None:
             return 0.0
         try:
@@ -234,7 +239,7 @@ class ProcessorWaits:
             return 0.0
 
     def close(self) -> None:
-        """May be called twice."""
+        """Close the file. May be called twice."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -254,7 +259,9 @@ class OwnTime:
         self._began, self._waited_s = now, waited_for_processor_s(self._pid)
 
     def exceeds(self, timeout_s: float, now: float) -> bool:
-        """Return whether it has worked longer than this; reads /proc only if that is possible."""
+        """Return whether the process has worked longer than `timeout_s`. Reads /proc only once
+        `timeout_s` of wall time has passed, since before that the answer is no.
+        """
         own_s = now - self._began
         if own_s <= timeout_s:
             return False
@@ -277,12 +284,12 @@ class Pulse:
         self._looked = 0.0
 
     def is_lost(self, pid: int, now: float, probe: Callable[[], object]) -> bool:
-        """Return whether this process must be replaced. `probe` sends it a message of any kind, and
-        is called if it has read all earlier ones.
+        """Return whether the process `pid` must be replaced. If the process has read all messages,
+        this function calls `probe`, which must send it a message of any kind.
         """
         unread, before = _unread_bytes(self._sock), self._unread
-        # After a long pause between two calls, this process may have been stopped itself: start
-        # anew.
+        # Start measuring anew after a long pause between two calls: our own process may have been
+        # stopped.
         if not unread or unread < before or now - self._looked > _PULSE_PAUSE_S_MAX:
             self._own = None
         self._looked = now
@@ -311,7 +318,7 @@ def _unread_bytes(sock: socket.socket) -> int:
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:
-    """The cgroup of this process and all above it, in the hierarchy that has this controller.
+    """Yield the cgroup of this process and all above it, in the hierarchy that has this controller.
 
     Inside a container the path of /proc/self/cgroup may not exist below the mount; then only the
     mount itself, which is the container's own cgroup, has the files.

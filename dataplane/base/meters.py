@@ -1,4 +1,4 @@
-"""Counts that rooms keep for metrics: cheap to add to, and read only when somebody scrapes them."""
+"""Counts that rooms keep for metrics: cheap to add to, and read only when metrics are scraped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from msgspec import Struct, field
 from dataplane.model.records import Unsigned
 
 BOUNDS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
-"""The upper bounds of the buckets of durations; one more bucket has all that is longer."""
+"""The upper bounds of the buckets of durations; one more bucket counts longer durations."""
 WAIT_STAGES = ("fetch", "decode", "room", "queue", "assemble", "other")
 """The stages for which a trainer waits, as in client/statistics.py."""
 FIRST_BATCH_STAGES = ("node", "connect", "index", "plan", *WAIT_STAGES[:-1], "hand_over")
@@ -29,16 +29,16 @@ class Durations(Struct, eq=False):
 
     @classmethod
     def none(cls) -> Durations:
-        """Durations of nothing yet."""
+        """Return empty buckets."""
         return cls([0] * (len(BOUNDS_S) + 1))
 
     def add(self, seconds: float) -> None:
-        """Count one."""
+        """Count one duration."""
         self.counts[bisect_left(BOUNDS_S, seconds)] += 1
         self.sum_s += seconds
 
     def extend(self, counts: Sequence[int], sum_s: float) -> None:
-        """Add those that somebody else has counted."""
+        """Add durations that were counted elsewhere: their counts by bucket, and their sum."""
         self.counts = [mine + more for mine, more in zip(self.counts, counts, strict=True)]
         self.sum_s += sum_s
 
@@ -80,7 +80,7 @@ class RequestMeter:
             self._retries += 1
 
     def take(self) -> RequestCounts | None:
-        """Return what was counted since the last call; None for nothing."""
+        """Return the requests counted since the last call; None if there were none."""
         with self._lock:
             if self._is_empty:
                 return None
@@ -90,8 +90,8 @@ class RequestMeter:
 
 
 class JobMeter:
-    """Counts of one job at a node: how long its slabs were in each stage, and how many samples of
-    each source of its mixture they had.
+    """Counts of one job at a node: how long the job's slabs were in each stage, and how many
+    samples of each source of a mixture they had.
     """
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class JobMeter:
         self.samples_by_source = [mine + more for mine, more in zip(before, counts, strict=True)]
 
     def slab(self, stages_us: Mapping[str, int]) -> None:
-        """Count a slab that was in these stages for so long."""
+        """Count a slab, given how long it was in each stage."""
         for stage, took_us in stages_us.items():
             self.stages.setdefault(stage, Durations.none()).add(took_us / _US_A_S)
 
@@ -119,7 +119,7 @@ class RankMeter:
         self.first_batch_s: tuple[float, ...] = ()
 
     def waited(self, waits_us: Sequence[int], first_batch_s: tuple[float, ...]) -> None:
-        """Add what a trainer has reported."""
+        """Add the waits that a trainer has reported."""
         for stage, wait_us in zip(WAIT_STAGES, waits_us, strict=False):
             self.waits_us[stage] += wait_us
         if first_batch_s:
@@ -135,7 +135,7 @@ class StoreMeters:
         self.by_store: dict[str, StoreTotals] = {}
 
     def add(self, store: str, counts: RequestCounts) -> None:
-        """Add what a process has counted."""
+        """Add the requests that a process has counted."""
         if store not in self.by_store and len(self.by_store) >= STORES_MAX:
             store = OTHER_STORES
         total = self.by_store.setdefault(store, StoreTotals(Durations.none()))

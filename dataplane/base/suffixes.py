@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-# The longest ones first, in lower case.
+# The suffixes of each format in lower case, the longest first.
 BY_FORMAT: Mapping[str, tuple[str, ...]] = {
     "parquet": (".parquet", ".parq", ".pqt"),
     "arrow": (".arrows", ".arrow", ".feather", ".ipc"),
@@ -26,8 +26,8 @@ _ALL = (MANIFEST, *(suffix for suffixes in BY_FORMAT.values() for suffix in suff
 
 
 def path_of(url: str) -> str:
-    """The path of a url in lower case, without query and fragment, which only the web has: in a key
-    or a file name, "?" and "#" are letters.
+    """Return the path of a url in lower case, without query and fragment. Only urls of the web have
+    these: in a key or a file name, "?" and "#" are ordinary characters.
     """
     lower = url.lower()
     is_of_web = lower.startswith(("http://", "https://"))
@@ -35,11 +35,11 @@ def path_of(url: str) -> str:
 
 
 def names_a_shard(url: str) -> bool:
-    """Whether a name has the suffix of a built-in format, or of a manifest."""
+    """Return whether a name has the suffix of a built-in format, or of a manifest."""
     return bool(suffix_of(url))
 
 
 def suffix_of(url: str) -> str:
-    """The suffix of a shard that `url` has, or ""."""
+    """Return the suffix of `url` that marks a shard or a manifest; "" if there is none."""
     path = path_of(url)
     return next((suffix for suffix in _ALL if path.endswith(suffix)), "")

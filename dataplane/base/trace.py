@@ -142,7 +142,8 @@ class LogLimits:
 
 LEVELS = ("debug", "info", "warning", "error")
 QUIET = ""
-"""Level "warning", chosen by nobody: defects of ours that cost a little time are left out."""
+"""The level if nobody has chosen one: "warning", but without warnings about defects of ours that
+cost only a little time."""
 FORMATS = ("text", "json")
 # Control characters, surrogates, line separators, and marks that change the direction of text: a
 # terminal would execute them, or cannot show them.
@@ -155,7 +156,7 @@ _PLAIN = re.compile(r"[^\s\"=]+")
 _traces: weakref.WeakSet[Trace] = weakref.WeakSet()
 _adding = threading.Lock()
 refusals = Counter[str]()
-"""How often somebody was refused something, by event, whether it is in the log or not."""
+"""The number of refused requests and connections by event, including those that are not logged."""
 
 
 def printable(text: str, *, of_lines: bool = False) -> str:
@@ -267,7 +268,7 @@ def configure(level: str, form: str) -> None:
         log.removeHandler(one)
     written = _ToStderr()
     written.setFormatter(_Json() if form == "json" else _Text())
-    atexit.unregister(_tell_at_exit)  # from an earlier call
+    atexit.unregister(_tell_at_exit)  # an earlier call may have registered it
     atexit.register(_tell_at_exit)
     log.addHandler(written)
     log.setLevel(logging.DEBUG if level == "debug" else logging.WARNING)
@@ -279,8 +280,8 @@ def _tell_at_exit() -> None:
 
 
 class _ToStderr(logging.Handler):
-    """Writes to the current sys.stderr, which tests and progress bars replace; to the one of before
-    if `wrap_stray_lines` has replaced it.
+    """Writes to the current sys.stderr, which tests and progress bars replace. If
+    `wrap_stray_lines` has redirected descriptor 2, writes to the original stderr instead.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -296,8 +297,8 @@ _wrapped: TextIO | None = None
 
 
 def wrap_stray_lines() -> None:
-    """Have what else this process writes to stderr, such as gRPC's own lines and those of child
-    processes, be lines of the log, too: in JSON if that is its form. May be called twice.
+    """Turn everything else that is written to this process's stderr into lines of the log, in the
+    form of the log: for example, lines of gRPC and of child processes. May be called twice.
     """
     global _wrapped  # noqa: PLW0603 - a process has one stderr
     if _wrapped is not None:
@@ -316,7 +317,8 @@ def _wrap(own: int, stderr: TextIO) -> None:
             if not line.startswith('{"timestamp": '):
                 log.warning("%s", line.rstrip())
                 continue
-            with contextlib.suppress(OSError, ValueError):  # from a process that logs as this one
+            # A child process that logs in the same form has already formatted this line.
+            with contextlib.suppress(OSError, ValueError):
                 stderr.write(line)
                 stderr.flush()
 
@@ -346,7 +348,7 @@ class _Json(logging.Formatter):
 
 
 def _timestamp(record: logging.LogRecord) -> str:
-    """A time in ISO 8601, in UTC."""
+    """Return the time of a record in ISO 8601, in UTC."""
     when = dt.datetime.fromtimestamp(record.created, dt.UTC)
     return when.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 

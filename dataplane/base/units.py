@@ -51,7 +51,7 @@ def meant(given: str, known: Iterable[str]) -> str:
 
 
 def show_bytes(value: Value) -> str:
-    """4194304 -> "4 MiB"; a number that is not a multiple of 1024 is shown in bytes."""
+    """Format a size: 4194304 -> "4 MiB"; a number that is not a multiple of 1024 stays in bytes."""
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         if isinstance(value, int) and value and value % 1024**power == 0:
             return f"{value // 1024**power} {unit}"
@@ -170,7 +170,7 @@ def _switch(given: object) -> bool:
 def text(given: object) -> str:
     """Return the value if it is a text without control characters.
 
-    Raises:  ValueError: it is not.
+    Raises:  ValueError: the value is something else.
     """
     if not isinstance(given, str) or not given or not given.isprintable():
         raise ValueError(given)

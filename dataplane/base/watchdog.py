@@ -6,13 +6,14 @@ HOLD_S is a *hold* of the loop.
 
 1. The length of a turn is the processor time of the loop's thread (`ran`) plus the time that the
    thread waited (`waited`) in a blocking call or for the interpreter lock. Time for which the
-   machine had no processor for it does not count: a busy machine is no defect of the process. If
-   the kernel does not report that time, only `ran` counts.
+   machine had no processor for the thread does not count: a busy machine is no defect of the
+   process. If the kernel does not report that time, only `ran` counts.
 2. The sampling thread records every LOOK_S where a late turn is, and sleeps while the loop is idle.
 3. At most one line every LINE_S, with the longest hold since the previous line. It is a warning if
-   a batch may have been late: if the loop's own code ran for LATE_RAN_S (more if nobody saw where:
-   then another virtual machine may have had the processor), or if it took LATE_S in all; never in
-   a trainer's own node, unless its log level was set.
+   a batch may have been late: if the loop's own code ran for LATE_RAN_S, or if the hold took LATE_S
+   in all. If no sample shows where the loop was, the code must have run for LATE_UNKNOWN_S, since
+   another virtual machine may have had the processor. In a trainer's own node, the line is no
+   warning unless the node's log level was set.
 
 Source:  Documentation/scheduler/sched-stats.rst (schedstat of a thread)
 """
@@ -39,8 +40,8 @@ LOOK_S = 0.01
 LINE_S = 10.0
 LATE_RAN_S, LATE_UNKNOWN_S, LATE_S = 0.05, 0.25, 0.5
 _FRESH_S = 0.001
-"""Maximum age of the reading of the thread's processor time when a turn begins: one costs 1.5 us,
-and all else of a turn 0.6."""
+"""When a turn begins, the thread's processor time is read again only if the last reading is older
+than this: a reading costs 1.5 us, and everything else that is measured in a turn 0.6 us."""
 _STILL_S = 0.001
 """A thread that used less processor time than this between two samples was blocked."""
 _UNKNOWN = "unknown"
@@ -59,12 +60,12 @@ class Hold(Struct, frozen=True):
 
     @property
     def held_s(self) -> float:
-        """The sum of both, in seconds."""
+        """The time that the thread ran and waited, in seconds."""
         return self.ran_s + self.waited_s
 
     @property
     def matters(self) -> bool:
-        """Whether a batch may have been late for it."""
+        """Whether the hold may have made a batch late."""
         late_ran_s = LATE_UNKNOWN_S if self.at == _UNKNOWN else LATE_RAN_S
         return self.ran_s >= late_ran_s or self.held_s >= LATE_S
 
@@ -77,8 +78,8 @@ class LoopHolds(Struct, frozen=True):
 
 
 class _Samples(Struct, eq=False):
-    """Samples of one turn: how long the thread had waited for a processor before it, for how long
-    it was blocked since, in seconds, and where it was.
+    """Samples of one turn of the loop's thread: for how long the thread had waited for a processor
+    before the turn, and was blocked in the turn, in seconds, and the places where it was.
     """
 
     turn: int
@@ -138,7 +139,7 @@ class Watchdog:
                 if samples.turn == self._turn:
                     queued_s = waits.seconds() - samples.queued_s if waits.is_known else took_s
                     waited_s = max(min(took_s - ran_s - queued_s, samples.blocked_s), 0.0)
-                    places = dict(samples.places)  # in one step: the other thread may add to it
+                    places = dict(samples.places)  # one step, since the other thread may add places
                     at = max(places, key=places.__getitem__, default=at)
                 self._keep(Hold(ran_s, waited_s, at))
             self._began = 0.0
@@ -175,7 +176,8 @@ class Watchdog:
                 logged = now[0]
                 self._log()
             if turn == self._turn and not self._began and not self._unlogged:
-                # The loop's next turn checks, after it has begun, whether this thread sleeps.
+                # Set the flag before checking `_began` again: the loop sets `_began` before it
+                # checks the flag. So either this thread stays awake, or the loop wakes it.
                 self._is_resting = True
                 if not self._began and not self._is_closed:
                     self._wake.wait()
@@ -190,7 +192,7 @@ class Watchdog:
         elif began and ran_s < _STILL_S:
             samples.blocked_s += min(took_s, LOOK_S)
         if began and time.monotonic() - began > LOOK_S:
-            frame = sys._current_frames().get(loop)  # noqa: SLF001 - nothing else has it
+            frame = sys._current_frames().get(loop)  # noqa: SLF001 - has no public equivalent
             if frame is not None and _module(frame) != __name__ and turn == self._turn:
                 samples.places[_place(frame)] += 1
 
@@ -215,7 +217,7 @@ class Watchdog:
 
 
 def _place(frame: FrameType) -> str:
-    """The innermost function of ours, and the foreign function that it has called, if any."""
+    """Return the innermost function of ours, and the foreign function running in it, if any."""
     inner = ours = frame
     while not _module(ours).startswith("dataplane"):
         if ours.f_back is None:

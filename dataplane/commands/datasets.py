@@ -41,7 +41,9 @@ from dataplane.transforms.row_filter import BlockRows, RowFilter, reads_columns
 # The stores that commands read. If one does not answer, the command waits and says so.
 
 WAIT_S = 60.0
-"""Shorter than a run waits, since a person watches the command and can run it again."""
+"""How long a command waits for a store. A run waits longer; here a person watches, and can run the
+command again.
+"""
 
 
 def _tell(outage: Outage) -> None:
@@ -89,7 +91,7 @@ def opened(
             return show
 
         whole = open_manifest(
-            # As in an embedded node: users may open what they name.
+            # Allow all urls, as in an embedded node: users may open the urls that they name.
             structs.replace(config, embedded=True),
             STORES,
             DatasetSource(tuple(urls), format_name),
@@ -221,7 +223,7 @@ _NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 def shown(array: pa.Array) -> list[object]:
     """Return each value in its JSON form."""
     if pa.types.is_run_end_encoded(array.type):
-        array = decoded(array)  # some encodings have no scalars
+        array = decoded(array)  # some run-end encoded arrays have no scalars
     return [_shown(scalar) for scalar in array]
 
 

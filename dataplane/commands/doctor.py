@@ -169,7 +169,7 @@ def _examine(
     from dataplane.commands import doctor_checks, doctor_run
     from dataplane.settings import node_config
 
-    request = _request(urls, format_name, job)  # before anything is read
+    request = _request(urls, format_name, job)  # invalid options fail before anything is read
     config = node_config(settings)
     at, found, indexing_s = _looked_at(urls, format_name, workers, config, job, request)
     if not as_json:

@@ -40,7 +40,7 @@ _DESCRIPTORS_SPARE = 256
 Blocks = npt.NDArray[np.int64]
 
 _Place = tuple[Shard, int, int]
-"""A shard, where a block of it starts, and its bytes."""
+"""A shard, and the offset and the length of one of its blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ def _memory(config: NodeConfig) -> Check:
 
 
 def huge_pages(mode: str) -> Check:
-    """Check whether the kernel uses huge pages for shared memory. `mode` is its setting."""
+    """Check whether the kernel, with the setting `mode`, uses huge pages for shared memory."""
     if mode not in {"never", "deny"}:
         return Check("huge pages", f"for shared memory: {mode}")
     return Check(
@@ -136,8 +136,8 @@ def _images() -> Check:
 
 def _descriptors(manifest: Manifest) -> Check:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # A worker keeps two descriptors of each local shard that it has mapped, and raises its own
-    # soft limit.
+    # Only the hard limit matters: a worker raises its own soft limit. It keeps two descriptors of
+    # each local shard that it has mapped.
     mapped = int(manifest.shards.urls.starting_with(FILE_PREFIX.encode()).sum())
     needed = 2 * mapped + _DESCRIPTORS_SPARE
     shown = f"{soft:,} at once, {hard:,} at most"
@@ -157,7 +157,8 @@ def probe(manifest: Manifest, fetch_count: int) -> Probe:
     first = _place(manifest, int(blocks[0]))[0]
     latency_s = statistics.median([_read((first, 0, 1)) for _ in range(_PROBE_READS)][1:])
     is_local = local_path(first.url) is not None
-    # Read all over the dataset, and other blocks each time, since earlier ones may be cached.
+    # Spread the reads over the dataset, and read other blocks each time, since blocks that were
+    # read before may be cached.
     some = _rate(_some(manifest, blocks, 4 * fetch_count, 0), fetch_count)
     reads = MORE * fetch_count
     more = some if is_local else _rate(_some(manifest, blocks, 2 * reads, 1), reads)

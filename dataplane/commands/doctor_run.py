@@ -84,7 +84,7 @@ class _Loop:
                     count = sum(len(batches.batches) for batches in slab)
                     step += count
                     self._consume(count)
-                    del slab  # before the next request, which could not reuse its memory otherwise
+                    del slab  # so that the next request can reuse its memory
             finally:
                 stream.close()
             epoch += step > 0
@@ -130,7 +130,7 @@ class _Loop:
 def run_trial(session: Session, step_s: float, length: TrialLength, progress: Progress) -> Trial:
     """Run the session's job for a while. The time to open the job does not count.
 
-    Raises:  DataplaneError: as the node says.
+    Raises:  DataplaneError: an error that the node reports.
     """
     session.mount()
     return _Loop(session, step_s, length, progress).run()
@@ -408,7 +408,7 @@ _EXAMPLE = '--transform "jpg=RandomResizedCrop(224), RandomHorizontalFlip()"'
 def transforms_of(options: Sequence[str]) -> dict[str, Sequence[Transform]]:
     """Parse each COLUMN=STEP(…), STEP(…) into the form of `DataLoader(transforms=…)`.
 
-    Raises:  ConfigError: it cannot be parsed; says what is allowed.
+    Raises:  ConfigError: an option cannot be parsed; the message says what is allowed.
     """
     transforms: dict[str, Sequence[Transform]] = {}
     for option in options:
@@ -422,7 +422,7 @@ def transforms_of(options: Sequence[str]) -> dict[str, Sequence[Transform]]:
 def stacks_of(options: Sequence[str]) -> dict[str, Stack]:
     """Parse each NAME=COLUMN,COLUMN or NAME=COLUMN,COLUMN:DTYPE for `DataLoader(stack=…)`.
 
-    Raises:  ConfigError: it cannot be parsed.
+    Raises:  ConfigError: an option cannot be parsed.
     """
     stacks = {}
     for option in options:

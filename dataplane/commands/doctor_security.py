@@ -100,7 +100,7 @@ def _listener(
 
 def _is_far(address: str) -> bool:
     """Return whether an address in the settings is beyond this host. A port without an address
-    counts as on this host.
+    counts as being on this host.
     """
     if address in ("", NO_NEIGHBOURS) or address.startswith(":"):
         return False

@@ -209,10 +209,10 @@ def _packs(
 
 
 def check_documents(job: Traced, taken: Substitutes, workers: int) -> None:
-    """Check that each block from which documents were removed has another one with tokens. Reads
-    the tokens of these blocks.
+    """Check that each block from which documents were removed has another document with tokens.
+    Reads the tokens of these blocks.
 
-    Raises:  ConfigError: a block has none; names its shard.  As `documents_of`.
+    Raises:  ConfigError: a block has no such document; names its shard.  As `documents_of`.
     """
 
     def check(number: int) -> None:
@@ -280,8 +280,8 @@ class LeftOut:
         self._substitutes = functools.lru_cache(maxsize=16)(self._made)
 
     def changes(self, epoch: int, position: int) -> Changes:
-        """Return the changes that apply to this position: those of the launch that read it last, or
-        that will read it.
+        """Return the changes that apply to this position: those of the launch that read the
+        position last, or that will read it.
         """
         ledger = self._ledger
         if ledger is None:
@@ -321,7 +321,7 @@ class LeftOut:
         return int(rows_for(np.array([block]), np.array([stood]))[0])
 
     def is_skipped(self, epoch: int, position: int) -> bool:
-        """Whether the job skips this position."""
+        """Return whether the job skips this position."""
         gaps = self.changes(epoch, position).gaps(epoch).ranges
         return any(begin <= position < end for begin, end in gaps)
 

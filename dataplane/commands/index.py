@@ -75,9 +75,10 @@ def index(
     be used in place of a dataset's URL. An interrupted run continues where it stopped.
 
     --pack and --where, --sample and --split count the packs and rows of jobs with the same
-    arguments of DataLoader. Without them, the first node that opens such a job counts for all nodes
-    of its launch; of local files, each node does. --codes finds the values of columns that come as
-    codes (DataLoader(codes=…)). Without it, each node finds them when it first opens such a job.
+    arguments of DataLoader. Without these options, the first node that opens such a job counts for
+    all nodes of its launch; local files are counted by each node. --codes finds the values of
+    columns that come as codes (DataLoader(codes=…)). Without --codes, each node finds the values
+    when it first opens such a job.
 
     URLs may have globs and braces; a folder means all shards below it.
 

@@ -66,8 +66,8 @@ _PAUSE_S = 0.25
 
 
 def changed(settings: Settings, request: ChangeRequest) -> tuple[LedgerEntry, ChangeResponse]:
-    """Return the entry that the coordinator has made, and its answer. The request is repeated until
-    the ranks of the job have agreed.
+    """Send a change to the coordinator, again and again until the ranks of the job have agreed.
+    Return the entry that the coordinator has made, and its answer.
 
     Raises:  ConfigError: the change is not possible.  PeerLost, AccessDenied: as the call.
     """
@@ -138,13 +138,13 @@ def skip(
 ) -> None:  # fmt: skip
     """Leave steps out of a job, from its next start on: to pass over a spike of the loss, say.
 
-    Nothing of these steps is loaded: step FIRST - 1 is followed by step STOP, on all ranks, and
-    cursors are what they would be without. A running job goes on as it is, and steps that it has
-    begun cannot be skipped. To go back before steps that it has read, stop the job, skip them, and
-    resume it from an older checkpoint.
+    No rows of these steps are loaded: step FIRST - 1 is followed by step STOP, on all ranks.
+    Cursors are the same as without the skip. A running job goes on unchanged, and steps that it has
+    begun cannot be skipped. To skip steps that the job has read, stop the job, skip the steps, and
+    resume the job from an older checkpoint.
 
-    The job is one of a coordinator (`dataplane serve`), in whose ledger the skip is kept. A job
-    whose node its trainer started has none.
+    The job must have a coordinator (`dataplane serve`), which keeps the skip in the job's ledger.
+    A job whose trainer starts its own node has no coordinator.
 
     \b
     Examples:
@@ -187,14 +187,15 @@ def mix(
 ) -> None:
     """Change how much of each source a job reads, from outside and while it runs.
 
-    It is as if all ranks called loader.set_weights() at one step: name each source of the mixture
-    with a weight, in its unit; 0 for one that is not read. The ranks agree on the step first, which
-    takes a few seconds, and none of them has read beyond it. The weights take effect with the first
-    round that begins there or later (docs/mixtures.md), are in the states of the run from then on,
-    and in the ledger of the job: a run that goes back before that step has them there again.
+    The effect is the same as if all ranks called loader.set_weights() at one step. Give each source
+    of the mixture a weight, in the mixture's unit; 0 for a source that is not read. The ranks first
+    agree on a step that no rank has passed, which takes a few seconds. The weights take effect with
+    the first round that begins at this step or later (docs/mixtures.md). From then on, the states
+    of the run contain the weights, and so does the job's ledger: a run that goes back to an earlier
+    step gets the weights again at the same step.
 
-    The job is one of a coordinator (`dataplane serve`). In a job that nobody reads now, the weights
-    hold from the step on that it had come to, or from --at-step.
+    The job must have a coordinator (`dataplane serve`). If nobody reads the job now, the weights
+    apply from the step that it had reached, or from --at-step.
 
     \b
     Examples:
@@ -228,7 +229,10 @@ def mix(
 
 
 def weights_in(texts: Sequence[str]) -> dict[str, float]:
-    """Parse NAME=WEIGHT for each source.   Raises:  ConfigError."""
+    """Parse NAME=WEIGHT for each source.
+
+    Raises:  ConfigError: a text has another form, or a source is named twice.
+    """
     given = dict(map(_weight, texts))
     if len(given) < len(texts):
         raise ConfigError(
@@ -288,15 +292,16 @@ def tombstone(
 ) -> None:  # fmt: skip
     """Take rows out of a job, from its next start on, such as those that must not be trained on.
 
-    Another row of the same block, one that the job's view has, stands in the place of each, the
-    same in all epochs and on all ranks; no other row moves, and lengths and steps stay. `dataplane
-    trace` and `where` name it. A running job goes on as it is. The rows stay in their shards.
+    Each row is replaced by another row of the same block that is in the job's view, by the same one
+    in all epochs and on all ranks. No other row moves, and lengths and steps stay the same.
+    `dataplane trace` and `where` show the row that replaces another. A running job goes on
+    unchanged. The rows stay in their shards.
 
-    Where samples are packs, tokens of another document of the block stand in the place of those
-    that were taken out; all other documents stay where they are. Their block is read to check
-    that one with tokens is left.
+    If samples are packs, the tokens of a document that was taken out are replaced by tokens of
+    another document of the block; all other documents stay where they are. The block is read to
+    check that another document with tokens is left.
 
-    The job is one of a coordinator (`dataplane serve`), in whose ledger the rows are kept.
+    The job must have a coordinator (`dataplane serve`), which keeps the change in the job's ledger.
 
     \b
     Examples:
@@ -374,7 +379,8 @@ def _rows(job: Traced, names: Sequence[str], workers: int) -> dict[str, Tombston
 def _source(job: Traced, name: str) -> tuple[int, tuple[str, int]]:
     """Return the number of the source with which a row's name begins, and the rest of the name.
 
-    Raises:  ConfigError: it does not begin with a source of the mixture, or is not SHARD:ROW.
+    Raises:  ConfigError: the name does not begin with a source of the mixture, or the rest is not
+    SHARD:ROW.
     """
     if job.spec.mixture is None:
         return 0, split_row(name)
@@ -409,8 +415,8 @@ def _of_job(command: Callable[..., Any]) -> Callable[..., Any]:
 def export(settings: Settings, *, job: str) -> None:
     """Write the ledger of a job to stdout, as JSON lines to be kept beside its checkpoints.
 
-    The first line describes the job, each other one is an entry. A line's BLAKE2b hash, of 16
-    bytes, is in the next line, and the last one's in the first.
+    The first line describes the job, and each other line is an entry. Each entry contains the
+    BLAKE2b hash (16 bytes) of the entry before it; the first line contains that of the last entry.
 
     \b
     Examples:
@@ -485,10 +491,10 @@ def verify(settings: Settings, *, job: str, as_json: bool) -> int:
 def diff(settings: Settings, *, job: str, second: str, as_json: bool) -> int:
     """Name the first step at which two runs had other rows or batches, and what made them differ.
 
-    What decides which rows stand in which global batches is compared: dataset, options of the
-    order and of views and packs, weights, batches of each launch, skipped steps, rows that were
-    taken out. The form of the columns and the number of ranks do not count. The exit status is 1
-    if they differ.
+    Everything is compared that decides which rows are in which global batches: dataset, options of
+    the order and of views and packs, weights, batches of each launch, skipped steps, and rows that
+    were taken out. The form of the columns and the number of ranks are not compared. The exit
+    status is 1 if the runs differ.
 
     \b
     Examples:

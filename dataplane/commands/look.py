@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 _PREFIX = "dataplane."
 _GLOBAL_BATCH = 32
 _READ_MAX, _SHOWN_MAX, _TEXT_MAX, _TOKENS_MAX, _COLUMNS_MAX = 256, 32, 400, 12, 64
-"""The most samples that are read and shown; characters of a text; tokens of a document; columns."""
+"""The largest number of samples that are read, and of those that are shown; of characters of a
+text, tokens of a document, and columns.
+"""
 _WIDE = 30
 _IMAGE_COLUMNS_MAX, _IMAGE_BYTES_MAX, _SIDE = 4, 32 << 20, 224
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'"
@@ -81,10 +83,10 @@ def look_at_step(
 ) -> None:
     """Write a page with what the trainer gets in a step, to be opened in a browser.
 
-    It has images whole and as they are cropped, flipped and resized, with the job's random numbers;
-    texts; packs with the joints of their documents; least, greatest and mean values and nulls of
-    each column; the sources of a mixture as bars; and types, shapes and dtypes. 256 samples are
-    read at most, and 32 shown. The page is one file, which loads nothing.
+    The page shows images, whole and as they are cropped, flipped and resized with the job's random
+    numbers; texts; packs with the joints of their documents; minimum, maximum, mean and nulls of
+    each column; the sources of a mixture as bars; and types, shapes and dtypes. At most 256 samples
+    are read, and 32 shown. The page is one file, which loads no other.
 
     The job is named as for `dataplane trace`: URLs or a manifest, a LEDGER file, or the JOB of this
     name at the coordinator. A step of URLs has 32 samples unless --global-batch says otherwise. If
@@ -212,7 +214,7 @@ class _Look:
         }
 
     def _sources(self) -> dict[str, int]:
-        """Return how many samples of the step are of each source of a mixture."""
+        """Return how many samples of the step come from each source of a mixture."""
         if self._job.spec.mixture is None:
             return {}
         own = self._step_rows.sources
@@ -256,7 +258,7 @@ class _Look:
     def _shot(
         self, name: str, at: int, encoded: bytes | None, spec: ImageSpec | None
     ) -> dict[str, Any]:
-        """Return one image, whole and as the trainer gets it; or why it cannot be."""
+        """Return one image, whole and as the trainer gets it, or why it cannot be drawn."""
         shot: dict[str, Any] = {"column": name, "position": int(self.rows.positions[at])}
         size = None if encoded is None else _size_of(encoded)
         if encoded is None or size is None:
@@ -278,8 +280,8 @@ class _Look:
         at: int,
         drawings: dict[str, str],
     ) -> dict[str, Any]:
-        """Draw the crop with the random numbers that the job has for this sample; return its box,
-        and the form in which it comes.
+        """Draw the crop with the random numbers that the job has for this sample; return the box of
+        the crop, and the shape and dtype that the trainer gets.
         """
         import numpy as np
 
@@ -454,7 +456,7 @@ def _pack_parts(packs: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def _facts_of(name: str, column: pa.ChunkedArray) -> dict[str, Any]:
-    """Return the type of a column, its dtype and shape in a batch, and what its values are."""
+    """Return the type of a column, its dtype and shape in a batch, and figures about its values."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -524,7 +526,7 @@ def _bytes_of(table: pa.Table, name: str) -> list[bytes | None]:
 
 
 def _place_of(encoded: bytes) -> tuple[NDArray[np.int64], object]:
-    """Return the address and the length of bytes, and what keeps them."""
+    """Return the address and the length of bytes, and the object that keeps them in memory."""
     import numpy as np
 
     held = np.frombuffer(encoded, np.uint8)
@@ -532,7 +534,7 @@ def _place_of(encoded: bytes) -> tuple[NDArray[np.int64], object]:
 
 
 def _size_of(encoded: bytes) -> tuple[int, int] | None:
-    """Return height and width of an image; None if these bytes are none."""
+    """Return height and width of an image; None if these bytes are not an image."""
     from dataplane.transforms import pixels
 
     place, held = _place_of(encoded)
@@ -557,7 +559,8 @@ def _rendered(
     flips: NDArray[np.uint8] | None = None,
     **how: Any,
 ) -> str:
-    """Return the box of an image in this size, as the address of a JPEG.
+    """Return a box of an image, by default the whole image, rendered at this size as the data url
+    of a JPEG.
 
     Raises:  ImageError.
     """

@@ -34,13 +34,13 @@ Settings = Mapping[str, Resolved]
 
 @dataclass(slots=True)
 class Manner:
-    """How errors are printed, decided as soon as the options for that are parsed."""
+    """How errors are printed. Set as soon as `--debug` or `--json` is parsed."""
 
     debug: bool = False
     as_json: bool = False
 
 
-# The options of a node that a command line may set when it starts one.
+# The settings of a node that commands which start a node take as options.
 NODE_SETTINGS = (
     "data_listen",
     "peer_tls",
@@ -65,8 +65,8 @@ servers, nodes, and functions that workers call.
 
 
 def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the option `--json`, with which errors are JSON, too. It is parsed before other options,
-    so that errors about those are also JSON.
+    """Add the option `--json`, with which errors are JSON, too. The option is parsed before others,
+    so that errors about other options are also JSON.
     """
     return click.option(
         "--json",
@@ -198,15 +198,15 @@ def settings_of(context: click.Context) -> Settings:
 def setting_options(
     *names: str, also: Mapping[str, str] | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add the options of these settings to a command. It is called with `settings`: all settings,
-    each with its source. `also` has additional flags for some settings.
+    """Add the options of these settings to a command. The command is called with `settings`: all
+    settings, each with its source. `also` has additional flags for some settings.
     """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(command)
         @click.pass_context
         def resolved(context: click.Context, /, config_file: str | None, **given: Any) -> Any:
-            del config_file  # as the context has it
+            del config_file  # `settings_of` takes it from the context
             others = {name: value for name, value in given.items() if name not in names}
             return command(settings=settings_of(context), **others)
 
@@ -310,7 +310,7 @@ class PacksAsked:
     map_name: str | None = None
 
     def view(self, rows: View) -> View:
-        """Return the view whose samples are these packs of its rows.
+        """Return the view `rows` with these packs as its samples.
 
         Raises:  ConfigError: the text is invalid, or the map is not the name of a function.
         """

@@ -75,7 +75,7 @@ T = TypeVar("T")
 
 
 def _console(stream: TextIO) -> Console:
-    # Tables in a file or a pipe are not folded to the usual 80 columns of a terminal.
+    # Use a large width for a file or a pipe: rich would fold tables to 80 columns there.
     width = None if stream.isatty() else NON_TERMINAL_WIDTH
     return Console(file=stream, width=width, highlight=False)
 
@@ -132,12 +132,12 @@ def show(cell: object) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """(2, "shard") -> "2 shards"."""
+    """Return a count with its noun: "2 shards" for (2, "shard")."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def approximate_bytes(size: float) -> str:
-    """1234567 -> "1.2 MiB"."""
+    """Return a size as text: "1.2 MiB" for 1234567."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
             return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"

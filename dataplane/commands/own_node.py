@@ -24,9 +24,9 @@ _OPEN_TIMEOUT_S = 7 * 86400.0
 
 def own_session(request: OpenJob, settings: Settings, cache_dir: str = "") -> Session:
     """Open a session with a node that is started here and ends with the command. The node gets the
-    settings of this command line (except `cache_dir`, if given). Its name is private, so that the
-    command does not use a node with other settings, and nobody else uses this one. The command
-    prints the node's advice.
+    settings of this command line (except `cache_dir`, if given). The node's name is private, so
+    that the command does not use a node with other settings, and no other process uses this node.
+    The command prints the node's advice.
     """
     from dataplane.client.endpoint import Embedded
     from dataplane.client.launch import node_command
@@ -64,7 +64,7 @@ def opened_again(
     seed: int = 0,
 ) -> Iterator[Session]:
     """Open a job with these options and this view over a manifest's dataset, on a node that is
-    started here. Return the session when the node has read what opening requires.
+    started here. Yield the session when the node has read everything that opening requires.
 
     Raises:  DatasetChangedError: the dataset is not that of the manifest.  The errors of a job.
     """

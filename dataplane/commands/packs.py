@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 
 class CountedPacks(Struct, frozen=True):
-    """Packs of a dataset: its manifest, which stores their counts; the manifest of the packs; their
-    length; and what becomes of the tokens.
+    """Packs of a dataset: the dataset's manifest, with the counts of the packs; the manifest of the
+    packs; the view that has them; and figures about their tokens.
     """
 
     whole: Manifest
@@ -64,7 +64,7 @@ class CountedPacks(Struct, frozen=True):
 def imported_map(name: str) -> UserFunction:
     """Import the function of this name from where a training script would import it.
 
-    Raises:  ConfigError, FunctionError: it cannot be imported.
+    Raises:  ConfigError, FunctionError: the function cannot be imported.
     """
     from dataplane.worker.functions import loaded
 
@@ -77,7 +77,7 @@ def imported_map(name: str) -> UserFunction:
 def read_mapped(rows: Manifest, block: int, view: View, seed: int) -> pa.RecordBatch:
     """Read the rows of a block, with the columns that the view's map makes of them.
 
-    Raises:  As `imported_map` and `read_block`.  FunctionError: it fails.
+    Raises:  as `imported_map` and `read_block`.  FunctionError: the map fails.
     """
     from dataplane.worker.functions import CalledAt, mapped_block
 
@@ -106,7 +106,7 @@ def with_packs(
     rows: View,
     seed: int,
 ) -> CountedPacks:
-    """Count these packs of the view's rows. The seed is that of the map.
+    """Count these packs of the view's rows. `seed` is the seed of the map.
 
     Raises:  As `PacksAsked.view`.  ConfigError: a column cannot be packed.  The errors of a job.
     """
@@ -121,7 +121,7 @@ def with_packs(
         assert view.pack is not None
         options = only((view.pack.column,))
         with opened_again(manifest, format_name, settings, options, view, seed):
-            pass  # opening the job makes the node count them
+            pass  # opening the job makes the node count the packs
         counts = counted_packs(manifest, name, cache_dir)
     if counts is None:
         raise DataplaneError(
@@ -137,7 +137,7 @@ def with_packs(
 
 
 def packs_in(rows: Manifest, view: View, seed: int, config: NodeConfig) -> Manifest:
-    """Return the manifest of the packs of a view, from that of its rows.
+    """Return the manifest of the packs of a view, from the manifest of the view's rows.
 
     Raises:  ConfigError: the packs were not counted here, or their tokens come from a map that may
     not be called or cannot be imported.
@@ -166,7 +166,7 @@ def packs_in(rows: Manifest, view: View, seed: int, config: NodeConfig) -> Manif
 def _allowed(name: str, config: NodeConfig) -> UserFunction:
     """Import the function of a map.
 
-    Raises:  ConfigError: the command line does not allow it, or it cannot be imported.
+    Raises:  ConfigError: the command line does not allow the function, or it cannot be imported.
     """
     if not config.allows_function(name):
         raise ConfigError(

@@ -91,9 +91,10 @@ def plan(
     only on seed and epoch, never on ranks; lanes and window determine its cost and the quality of
     the shuffle.
 
-    Of a mixture, name each dataset with --source, before any run: the plan says what an epoch has
-    of each, how often it is read, when it is exhausted, and what its open windows take. Options of
-    a source are weight, passes, max_passes, mean_length, format, where, sample, split and limit.
+    For a mixture, name each dataset with --source; no run is needed. The plan says how many samples
+    of each source an epoch has, how often the source is read, when it is exhausted, and how much
+    memory its open windows take. Options of a source are weight, passes, max_passes, mean_length,
+    format, where, sample, split and limit.
 
     \b
     Examples:

@@ -201,7 +201,7 @@ def _opened(
     for name, source in mixture.mixture.sources.items():
         views[name] = _view(view, source.own_options())
         if views[name].map:
-            imported_map(views[name].map)  # from where the node will import it
+            imported_map(views[name].map)  # fails early if the node could not import it
         form, rows = source.format or format_name, rows_only(views[name])
         whole.append(opened((str(source.urls),), form, workers, config, rows))
     config = structs.replace(config, allowed_functions=" ".join(own.map for own in views.values()))

@@ -163,8 +163,8 @@ def _reads(
     alone = _epochs(total, share, kept_share(whole, room, open_bytes, cache))
     together = None
     if hosts > 1:
-        # The memory and disks of all hosts, less the copies of lent blocks that are open or read
-        # ahead. Nodes read less ahead if copies take much of the memory.
+        # Pool the memory and disks of all hosts, less the copies of lent blocks that are open or
+        # read ahead. Nodes read less ahead if copies take much of the memory.
         lent = share * whole[1] * (hosts - 1)
         read_ahead = min(lent * ahead, hosts * arena / _AHEAD_PARTS)
         copies = round(min((hosts - 1) * open_bytes + read_ahead, lent))
@@ -186,7 +186,8 @@ def _in_progress(
     sizes = slab_sizes(dataset, spec, cluster.dp_size, config.slab_bytes)
     slots = layout_of(config, sizes.slot_bytes).slot_count
     slab_part = sizes.batches * spec.global_batch / manifest.sample_count
-    # The blocks of all slabs that are planned together are fetched, and as many are decoded.
+    # Count the raw blocks of all slabs that are planned together twice: while some are decoded, as
+    # many others are fetched.
     count = min(2 * PLANS_TOGETHER * slab_part * manifest.block_count, 2 * config.fetch_count)
     is_decoded = marks.decoded > 0
     mean_bytes = float(marks.raw[is_decoded].mean()) if is_decoded.any() else 0.0

@@ -45,12 +45,12 @@ def trace(
 ) -> None:
     """Show the rows of a step: shard, row in the shard, and the rank that gets it.
 
-    Only the plan is computed, and no sample is read. Of a job whose samples are packs, the
-    documents of each pack are shown, for which the tokens of its block are read. The job is one
-    over URLs with the given options, that of a LEDGER file, or the JOB of this name at the
-    coordinator. A step is one of the plan: step 7 has the positions from 7 global batches on,
-    wherever the run was resumed. Steps that the job skips are shown as such, and where a row was
-    taken out, the one that stands in its place, as the launch has it that read the step, or will.
+    Only the plan is computed, and no sample is read. If the job's samples are packs, the documents
+    of each pack are shown; for these, the tokens of the pack's block are read. The job is a job
+    over URLs with the given options, the job of a LEDGER file, or the JOB of this name at the
+    coordinator. Steps are numbered as in the plan: step 7 begins after 7 global batches, wherever
+    the run was resumed. Steps that the job skips are marked. If a row was taken out, the row that
+    replaces it is shown, according to the launch that has read the step or will read it.
 
     \b
     Examples:
@@ -130,7 +130,7 @@ def step_rows(job: Traced, step: int, epoch: int, dp_rank: int | None, cursor: i
             field="dp_rank",
         )
     order, left_out = job.order(epoch), LeftOut(job)
-    # Packs are named by their documents alone, not by the rows that a view leaves.
+    # The rows of a view need not be found for packs, which are named by their documents alone.
     names = [
         RowNames(source.manifest) if job.is_packed else row_names(source.manifest, source.view)
         for source in job.sources
@@ -168,12 +168,12 @@ def replay(
     """Show the samples of a step, in the order of the global batch.
 
     Only the blocks with rows of the step are read. Columns are shown as they are stored or, if the
-    job has a map= that --allowed-functions allows, as it makes them. Image steps, padding, collate=
-    and other options are not applied. A job is named as for `dataplane trace`.
+    job has a map= that --allowed-functions allows, as the map makes them. Image steps, padding,
+    collate= and other options are not applied. A job is named as for `dataplane trace`.
 
     With --out, each row has the columns dataplane.position, .dp_rank, .shard and .row beside its
-    own, and .source in a mixture. Of packs, each row is a document with the tokens, and the values
-    carried along, that lie in its pack, and .first_token, .tokens and .place say which these are.
+    own, and .source in a mixture. If samples are packs, each row is a document, with those of its
+    tokens and carried values that are in the pack: .first_token, .tokens and .place say which.
 
     \b
     Examples:
@@ -266,7 +266,7 @@ def values_of(
             batch = read_mapped(of.manifest, block, of.view, job.spec.seed)
             picked = _chosen(job, names, [batch.schema.names])
         else:
-            # In a mixture of mapped and other sources, each has columns of its own.
+            # Choose the columns of each source if only some sources have a map: they may differ.
             picked = chosen or _chosen(job, names, [supported[source]])
             view = rows_only(of.view)
             batch = read_block(of.manifest, block, schemas[source], picked, view=view)
@@ -316,8 +316,8 @@ def _place_names(job: Traced) -> list[str]:
 def _chosen(
     job: Traced, names: Sequence[str] | None, available: Sequence[Sequence[str]]
 ) -> Sequence[str]:
-    """Return the requested columns, or those that the job reads. All of `available`, the columns of
-    each source, must have them.
+    """Return the requested columns, or those that the job reads. `available` has the columns of
+    each source, and every source must have the requested ones.
 
     Raises:  ConfigError: there is no such column.
     """

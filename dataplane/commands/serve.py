@@ -35,7 +35,7 @@ from dataplane.security.environment import hide_secrets
 from dataplane.settings import check_variables, node_config
 
 if TYPE_CHECKING:
-    # Takes 30 ms, and only commands that connect need it.
+    # Imported for types only: at run time this takes 30 ms, and only commands that connect need it.
     from dataplane.metrics.server import MetricsServer
     from dataplane.metrics.table import Reading
     from dataplane.security.node_identity import NodeIdentity
@@ -51,7 +51,7 @@ _trace = Trace("serve")
 _COORDINATOR_SETTINGS = ("listen", "state_dir", "lease_s")
 _LOG_SETTINGS = ("log_level", "log_format")
 _IN_FORCE = "dataplane.settings"
-"""Under this name the command's context has the settings in force."""
+"""The key in the `meta` of the command's context under which the settings in force are stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,14 +190,14 @@ async def _run(service: ServeRole, notices: Notices, reload: Callable[[], str]) 
             _trace.failed("stopped at once by a second signal")
         except (DataplaneError, OSError):
             raise
-        except Exception as error:  # noqa: BLE001 - a thread that is stuck must not keep it alive
+        except Exception as error:  # noqa: BLE001 - end it despite stuck threads
             background.end_process("serve", error)
     return exit_status(received)
 
 
 def _reload(context: click.Context, service: ServeRole) -> str:
-    """Read files with credentials and the configuration file again. The log's settings take effect;
-    others need a restart. Returns what was done, as it is logged.
+    """Read files with credentials and the configuration file again. Settings of the log take effect
+    now; other settings need a restart. Return a text that says what was done.
     """
     files = service.security.refresh()
     facts = {what.replace(" ", "_"): came for what, came in files.items()}
@@ -242,8 +242,8 @@ async def _coordination(
     service: ServeRole, identity: NodeIdentity, show: Show
 ) -> AsyncIterator[tuple[Coordination, str]]:
     """Yield the coordinator of this process, or the one that its node joins, and its address."""
-    # Before gRPC is imported: it writes a line for each TLS handshake that fails, without a limit
-    # and without the peer. The coordinator's own lines have both.
+    # Silence gRPC before it is imported: it logs each TLS handshake that fails, without a limit and
+    # without naming the peer. The coordinator's own log lines are limited and name the peer.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from dataplane.coordinator.front import CoordinatorConfig
     from dataplane.coordinator.server import CoordinatorServer

@@ -50,7 +50,7 @@ from dataplane.rpc.membership import (
 )
 
 if TYPE_CHECKING:
-    # Takes 30 ms, and only commands that connect need it.
+    # Imported for types only: at run time this takes 30 ms, and only commands that connect need it.
     from dataplane.security.security import Security
 
 WATCH_PERIOD_S = 1.0
@@ -87,9 +87,10 @@ def status(
     ADDRESS is the coordinator's address. The default is the setting `join`, or else `listen`: the
     coordinator on this machine.
 
-    Of more than 16 ranks or 8 nodes, it shows sums, medians, and those that waited most; --all and
-    --json show all of them. --watch also waits for a coordinator that is restarted. Into a pipe or
-    file it writes one status after another; with --json, each on a line of its own.
+    If there are more than 16 ranks or 8 nodes, sums, medians, and those that waited most are shown;
+    --all and --json show every rank and node. --watch also waits for a coordinator that is
+    restarted. Into a pipe or file, --watch writes one status after another; with --json, each on a
+    line of its own.
 
     --node asks the node that serves trainers of this user on this host, for probes: the exit status
     is 0 if it opens jobs, 1 if it answers but waits for its coordinator, 3 if it does not answer.
@@ -123,16 +124,16 @@ def status(
         head = [Text(f"coordinator at {target}, {_now()}", style="bold")] if watch else []
         output.stdout().print(*head, render(status, whole=whole), sep="\n")
 
-    # With FORCE_COLOR, rich takes a pipe for a terminal.
+    # Check stdout itself: with FORCE_COLOR, rich takes a pipe for a terminal.
     on_screen = sys.stdout.isatty() and not as_json and not output.stdout().is_dumb_terminal
     view = (_on_screen(whole=whole) if on_screen else _in_lines(write)) if watch else None
     asyncio.run(_report(target, security, job, write, view))
 
 
 def _probe(service: str) -> int:
-    """Say whether the node of this service on this host answers. Returns the exit status.
+    """Say whether the node of this service on this host answers. Return the exit status.
 
-    Raises:  PeerLost: it does not. VersionMismatch.
+    Raises:  PeerLost: the node does not answer.  VersionMismatch.
     """
     from dataplane.model.config import PROTOCOL_VERSION, VERSION
     from dataplane.rpc import local, messages, names, sockets
@@ -209,7 +210,8 @@ async def _watch(fetch: Fetch, show: Show) -> None:
 def _on_screen(*, whole: bool) -> Iterator[Show]:
     """Show the last status in one place of a terminal."""
     shown: list[StatusResponse] = []
-    # If stderr is a file, rich must not write its lines to the terminal instead.
+    # Let rich redirect stderr only if it is a terminal: otherwise rich would write lines to the
+    # terminal that belong into a file.
     with Live(
         console=output.stdout(), auto_refresh=False, redirect_stderr=sys.stderr.isatty()
     ) as live:
@@ -352,7 +354,7 @@ _SUMMED = (
 
 
 def _fleet(nodes: tuple[NodeStatus, ...]) -> Table:
-    """Make a table that sums up many nodes, and has those that were heard of longest ago."""
+    """Make a table that sums up many nodes, and lists those that have been silent longest."""
     silent = heapq.nlargest(_WORST_NODES, nodes, key=lambda node: node.last_seen_s)
     rows = []
     for name, some in [
@@ -429,7 +431,7 @@ def _away(nodes: tuple[NodeStatus, ...], most: int | None) -> Table:
 def _first(
     columns: Sequence[str], rows: Sequence[tuple[object, ...]], title: str, most: int | None
 ) -> Table:
-    """Make a table of at most so many rows, whose title says how many there are."""
+    """Make a table of the first rows, at most `most`; its title says how many there are in all."""
     shown = rows if most is None else rows[:most]
     if len(shown) < len(rows):
         title += f" ({len(shown)} of {len(rows):,})"

@@ -29,8 +29,8 @@ _trace = Trace("serve")
 class Notices:
     """Notices for the service manager that has started this process, if it listens for them.
 
-    The variables that name its socket are removed from the environment, so that no child of this
-    process speaks for it.
+    The variables that name the manager's socket are removed from the environment, so that no child
+    of this process sends notices in its name.
     """
 
     def __init__(self, environ: MutableMapping[str, str]) -> None:
@@ -54,8 +54,8 @@ class Notices:
         self._send("STOPPING=1", "STATUS=draining")
 
     def keep_pinging(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Say that the event loop turns, twice in the time that the manager allows, for as long as
-        it does.
+        """Say that the event loop still runs, now and from then on twice in each period that the
+        service manager allows.
         """
         if self._address and self._ping_s:
             self._send("WATCHDOG=1")
@@ -99,7 +99,7 @@ def handled_signals(
 
     def on_hangup() -> None:
         if received:
-            return  # a shell that ends sends it, too, after the terminal
+            return  # a closed terminal sends SIGHUP, and then its shell sends another one
         if had_terminal and not _has_terminal():
             on_end(signal.SIGHUP)
             return
@@ -108,7 +108,7 @@ def handled_signals(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_end, number)
-    # Below nohup, it stays ignored.
+    # Under nohup, SIGHUP stays ignored.
     takes_hangups = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
     if takes_hangups:
         loop.add_signal_handler(signal.SIGHUP, on_hangup)
@@ -125,7 +125,7 @@ def exit_status(received: list[int]) -> int:
 
 
 def _has_terminal() -> bool:
-    """Whether this process has a controlling terminal; a terminal that was closed is none."""
+    """Return whether this process has a controlling terminal that is still open."""
     with contextlib.suppress(OSError):
         os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC))
         return True

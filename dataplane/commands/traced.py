@@ -128,8 +128,8 @@ class Traced:
         return self if self.at_stage is None else self.at_stage(self, epoch)
 
     def steps_made(self, epoch: int) -> int:
-        """Return how many steps the run makes of an epoch: of one within which the recipe was
-        changed, those before that.
+        """Return how many steps of an epoch the run makes; if the recipe was changed within the
+        epoch, only the steps before the change.
         """
         job = self.at(epoch)
         for stage in self.spec.stages:
@@ -274,7 +274,7 @@ def traced(settings: Settings, options: Mapping[str, Any]) -> Traced:
     """Return the job that the command line names.
 
     Raises:  ConfigError: these arguments do not determine a job.  DatasetChangedError: the dataset
-    is not the job's.  As a call of the coordinator, or as opening a dataset.
+    is not the job's.  Errors of a call of the coordinator, and of opening a dataset.
     """
     target: tuple[str, ...] = options["target"]
     given = [name for name in _OF_URLS if options[name] is not None]
@@ -287,7 +287,7 @@ def traced(settings: Settings, options: Mapping[str, Any]) -> Traced:
         ledger = live_ledger(settings, target[0])
     else:
         raise ConfigError(f"{' '.join(target)}: give the urls of one dataset, a ledger, or a job")
-    if ledger.spec.stages and "global_batch" in given:  # that of a former stage
+    if ledger.spec.stages and "global_batch" in given:  # allowed, for former stages
         given.remove("global_batch")
     if given:
         raise ConfigError(
@@ -336,7 +336,7 @@ def _of_urls(settings: Settings, options: Mapping[str, Any]) -> Traced:
 def of_ledger(settings: Settings, options: Mapping[str, Any], ledger: Ledger) -> Traced:
     """Return the job of this ledger.
 
-    Raises:  As `traced`.
+    Raises:  as `traced`.
     """
     from dataplane.plan.views import rows_only
 
@@ -418,8 +418,8 @@ def _stages(settings: Settings, options: Mapping[str, Any]) -> Callable[[Traced,
 
 
 def _former(job: Traced, spec: JobSpec, ended: Stage, epoch: int, batch: int | None) -> Traced:
-    """Return a job with the ledger of a former stage. Its global batch is that of the launch that
-    read the epoch, or the one that the user gives.
+    """Return a job with the ledger of a former stage. The global batch is the one that the user
+    gives, otherwise the one of the launch that read the epoch.
 
     Raises:  ConfigError: the global batch is unknown.
     """
@@ -545,7 +545,7 @@ def _opened(
 def split_row(name: str) -> tuple[str, int]:
     """Split the name of a row into the name of its shard and its number.
 
-    Raises:  ConfigError: it is not SHARD:ROW.
+    Raises:  ConfigError: the name is not SHARD:ROW.
     """
     shard, _, row = name.rpartition(":")
     if not shard or not row.isdecimal() or len(row) > DIGITS_MAX:

@@ -116,7 +116,7 @@ def verify(
 def verified(
     urls: Sequence[str], format_name: str, workers: int, bar: Progress, *, decode: bool = False
 ) -> Findings:
-    """Check everything that `urls` name; if asked, decode its images.
+    """Check everything that `urls` name; with `decode`, also decode images.
 
     Raises:  ConfigError, StoreError: there are no shards to check.
     """
@@ -154,7 +154,7 @@ def verified(
 
 def _note_images(images: Mapping[str, Images], findings: Findings) -> None:
     for column, some in images.items():
-        if not some.decoded:  # other bytes
+        if not some.decoded:  # the bytes are not images
             continue
         findings.images += some.decoded
         findings.undecodable += some.undecodable
@@ -190,7 +190,7 @@ def _manifests(
         bar.update(task, advance=1)
         if not isinstance(result, DataplaneError):
             found[url] = result
-        elif result.nouns.get("field") == "samples":  # no fault if other shards have samples
+        elif result.nouns.get("field") == "samples":  # allowed if others have samples
             findings.empty.append(url)
         else:
             findings.note(url, result)
@@ -214,7 +214,7 @@ def _shards(urls: Sequence[str], format_name: str) -> tuple[str, list[str]]:
 def _agreeing(
     manifests: Sequence[Manifest], findings: Findings
 ) -> tuple[list[Manifest], pa.Schema]:
-    """Return the manifests whose schemas fit those before them, and the schema of all of these."""
+    """Return the manifests whose schemas fit those before them, and their common schema."""
     from dataplane.commands.datasets import schema_of
     from dataplane.formats.unsupported import refuse_differing
 
@@ -224,7 +224,7 @@ def _agreeing(
     for manifest in manifests:
         url = manifest.shards.urls[0]
         try:
-            if len(manifests) == 1:  # the saved manifest of a dataset
+            if len(manifests) == 1:  # perhaps the saved manifest of a whole dataset
                 refuse_differing(schema, schema.names, manifest.shards.urls.__getitem__)
             elif manifest.schema not in fitting:
                 some = [*kept, (url, schema_of(manifest))]

@@ -49,8 +49,8 @@ def where(
 ) -> None:
     """Show when a row was or will be seen: the epoch, the step, and the rank that gets it.
 
-    Only the plan is computed, backwards; no sample is read, except for packs the tokens of the
-    row's block. Of a row that was taken out, the one that stands in its place is named. A job is
+    Only the plan is computed, backwards. No sample is read, except that for packs the tokens of the
+    row's block are read. For a row that was taken out, the row that replaces it is shown. A job is
     named as for `dataplane trace`.
 
     \b
@@ -127,8 +127,9 @@ def _about(found: Mapping[str, Any]) -> str:
 def _changed(
     job: Traced, source: int, at: tuple[int, int], names: RowNames, epochs: range, cursor: int
 ) -> Iterator[tuple[int, Place, dict[str, Any]]]:
-    """Yield the places of a row of a block, epoch by epoch, and the changes of the job there. They
-    include places where the row replaces a removed one, or would be if it had not been removed.
+    """Yield the places of a row of a block, epoch by epoch, and the changes of the job there. The
+    places include those where the row replaces a removed row, or where the row would be if it had
+    not been removed itself.
     """
     import numpy as np
 

@@ -112,7 +112,8 @@ class Journal:
         while self._committed < wanted:
             if self._commit is None or self._commit.done():
                 self._commit = asyncio.create_task(self._commit_waiting())
-                # Waiting callers get the failure. If none is left, nobody else retrieves it.
+                # Retrieve a failure here, too: if all waiting callers were cancelled, asyncio
+                # would log it as never retrieved.
                 self._commit.add_done_callback(lambda done: done.cancelled() or done.exception())
             # A cancelled caller must not cancel the commit that others wait for.
             await asyncio.shield(self._commit)
@@ -142,15 +143,16 @@ class Journal:
 
 # -- keyed -------------------------------------------------------------------------------------
 #
-# Adds the key to the nodes of a job before they are sent to a node.
+# Add the key of a job to the list of its nodes before the list is sent to a node.
 
 _JOBS_MAX = 64
 
 
 class KeyedNodes:
-    """Adds keys to the nodes of jobs. Equal nodes give the same object, so that it is serialized
-    once for all receivers. Without `keys`, a secret of this process is made when one is needed: an
-    embedded coordinator, whose node has no neighbours, imports nothing for it.
+    """Adds keys to the lists of jobs' nodes. The same list always gives the same keyed object, so
+    that the object is serialized once for all receivers. Without `keys`, this process makes a
+    secret of its own when the first key is needed, so that an embedded coordinator, whose node has
+    no neighbours, need not import the module of keys.
     """
 
     def __init__(self, keys: NeighbourKeys | None) -> None:
@@ -158,7 +160,7 @@ class KeyedNodes:
         self._made: OrderedDict[str, tuple[JobNodes, JobNodes]] = OrderedDict()
 
     def of(self, nodes: JobNodes) -> JobNodes:
-        """Return the nodes with their key, if there are any."""
+        """Return the list with its key; unchanged if it has no nodes."""
         if not nodes.nodes:
             return nodes
         before = self._made.get(nodes.job_id)

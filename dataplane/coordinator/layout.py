@@ -91,7 +91,7 @@ class Seats:
                     f"{topology.rank} counts {topology.world_size}",
                     [member_id],
                 )
-            break  # one comparison suffices: those that have joined agree with each other
+            break  # one comparison suffices, since joined members agree with each other
         return self._crowd(asked)
 
     def _crowd(self, asked: Topology) -> Conflict | None:

@@ -2,10 +2,9 @@
 
 Invariants:
 1. Entries are only appended, and their number is bounded. Beyond the bound, the oldest entries
-about
-   starts and ends of launches are removed, except those of the open launch, and the oldest entries
-   about weights; nothing else is ever removed. Changes are refused beyond their own bound, and rows
-   that cannot be decoded are no longer recorded beyond theirs.
+   about starts and ends of launches are removed, except those of the open launch, and the oldest
+   entries about weights; nothing else is ever removed. Changes have a bound of their own, beyond
+   which they are refused; so have rows that cannot be decoded, which are then no longer recorded.
 2. A launch that reads has a start. It has an end once its last member is gone, or a newer launch
    has taken over.
 3. The changes of a generation are those that existed when it began; later ones are not added.
@@ -71,7 +70,7 @@ class JobLedger:
         self._head = self.entries[-1].hash if self.entries else ""
         self.marks = tuple(map(LedgerMark.of, self.entries[-MARKS_MAX:]))
         """Marks of the last entries."""
-        # Kept as a list, since every heartbeat of every member needs these entries.
+        # Keep the changes of weights in a list: every heartbeat of every member needs them.
         self._mixes = [entry for entry in self.entries if entry.kind == MIX]
         starts = [entry for entry in self.entries if entry.kind in _OF_LAUNCHES]
         self._open = starts[-1] if starts and starts[-1].kind == "start" else None
@@ -81,15 +80,15 @@ class JobLedger:
         self, job: Job, progress: MemberProgress, known: LedgerPosition, by: str, now: float
     ) -> list[Write]:
         """Record the start of a launch when the first member of the present generation reads.
-        `known` is how far the member is known to have come.
+        `known` is the place that the member had reached before this report.
         """
         if progress.began is None or self._open is not None:
             return []
         at = progress.began
         is_back = any(entry.payload == _launch(job) for entry in reversed(self.entries))
         if is_back and known > at:
-            # The launch had ended, and this member of it is back. (A new member begins from its own
-            # start, since its loader was closed and opened again.)
+            # The launch had ended, and one of its members is back: record its present place. (For
+            # a new member, whose loader was closed and opened again, record where it began.)
             at = LedgerPosition(progress.epoch, progress.cursor)
         writes = self._append("start", at, _launch(job), by, now)
         self._open = self.entries[-1]
@@ -145,8 +144,8 @@ class JobLedger:
         return in_force(self.entries, job.spec, dataset_of(job.spec, job.identity), job.last_change)
 
     def mixes(self, job: Job, after: int = 0) -> tuple[LedgerEntry, ...]:
-        """Return the entries of changed weights that apply to the job, from the one after `after`
-        on.
+        """Return the entries of changed weights that apply to the job and come after the entry
+        with the number `after`.
         """
         some = [entry for entry in self._mixes if entry.seq > after]
         return mixes_in_force(some, job.spec, dataset_of(job.spec, job.identity))
@@ -239,7 +238,7 @@ class JobLedger:
     def _taken(self, job: Job, asked: RowsTaken, dataset: DatasetIdentity) -> list[Tombstone]:
         """Return the rows of a request, sorted, if they may be removed.
 
-        Raises:  ConfigError: too many, or of another dataset.
+        Raises:  ConfigError: there are too many rows, or they are rows of another dataset.
         """
         if asked.layout != rows_layout(job.spec, dataset):
             raise ConfigError(
@@ -325,7 +324,7 @@ def _skipped(job: Job, asked: StepsSkipped, *, is_idle: bool) -> Skip:
             "is not skipped",
             field="steps",
         )
-    # Members do not report the step that they are consuming now.
+    # A member does not report the step that it is consuming, so that step cannot be skipped either.
     following = -(-job.cursor // batch) + 1
     read = EpochSteps.of(job.spec, samples, dp_size=job.dp_size).count
     free = (job.epoch, following) if following < read else (job.epoch + 1, 0)

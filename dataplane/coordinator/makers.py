@@ -49,7 +49,8 @@ class Makers:
         self._kept_s = max(KEPT_S, lease_s)
         # For each node, the number of jobs that have joined members there.
         self._jobs_at: Counter[str] = Counter()
-        # In order of the last heartbeat, or of the last time that the job wanted makers.
+        # Nodes in the order of their last heartbeats; jobs in the order of the last time that they
+        # wanted makers.
         self._able: OrderedDict[str, _Able] = OrderedDict()
         self._wanted_at: OrderedDict[str, float] = OrderedDict()
         self._for_all: tuple[NeighbourNode, ...] = ()
@@ -100,7 +101,7 @@ class Makers:
             self._name(clock)
 
     def is_wanted_by(self, job_id: str) -> bool:
-        """Whether this job wants makers."""
+        """Return whether this job wants makers."""
         return job_id in self._wanted_at
 
     def of(self, job_id: str) -> tuple[NeighbourNode, ...]:

@@ -1,5 +1,6 @@
 """Decide which node makes the manifest of a dataset that several nodes of a launch open, and from
-which node each of the others gets it. Pure; the coordinator owns one, and stores nothing.
+which node each of the others gets it. Pure; the coordinator owns one `ManifestTurns`, of which
+nothing is stored.
 
 Indexing 10^6 shards takes minutes and 10^6 requests, and counting the rows of a condition reads the
 dataset. So one node does it for all.
@@ -39,7 +40,7 @@ from dataplane.rpc.sharing import (
 MAKER_SHARE = 1 / 2
 """The share of a lease after which another node makes the manifest if its maker is silent."""
 _WORDS = 4
-"""The number of messages that a maker sends in this time."""
+"""The number of messages that a maker sends within `MAKER_SHARE` of a lease."""
 FETCH_S = 60.0
 """How long a node that was sent to a holder counts as one of its readers."""
 READERS_MAX = 8
@@ -81,7 +82,7 @@ class _Shared(Struct, eq=False):
     """The maker's progress."""
     failures: int = 0
     in_vain: int = 0
-    """How many times in a row it was made and no node could fetch it."""
+    """How many times in a row the manifest was made and no node could fetch it."""
     was_given: bool = False
     fingerprint: str = ""
     holders: deque[_Holder] = field(default_factory=deque)
@@ -123,9 +124,10 @@ class ManifestTurns:
         key = (request.job_id, request.incarnation, request.name, request.urls, is_near)
         shared = self._shared.get(key)
         if shared is None:
-            # A number that no earlier coordinator used, and no job.
+            # Choose a generation that no job and no earlier coordinator has used.
             self._last_generation = max(self._last_generation + 1, int(now * 1000))
-            # Each launch of a job has a separate data connection, even between the same two nodes.
+            # Name the line after the launch, so that each launch of a job has a data connection of
+            # its own, even between the same two nodes.
             line = f"manifest {request.name.hex()} {self._last_generation}"
             shared = self._shared[key] = _Shared(line, self._last_generation, now)
             if len(self._shared) > _MANIFESTS_MAX:
@@ -156,7 +158,8 @@ class ManifestTurns:
     def _wanted(
         self, shared: _Shared, request: ShareManifestRequest, now: float
     ) -> ShareManifestResponse:
-        gone = {request.refused_by, request.node_id}  # it no longer has it, perhaps since a restart
+        # Neither of these nodes has the manifest any more, perhaps since a restart.
+        gone = {request.refused_by, request.node_id}
         left = [holder for holder in shared.holders if holder.node_id not in gone]
         if shared.holders and not left and request.refused_by and not shared.was_given:
             shared.in_vain += 1
@@ -192,7 +195,7 @@ class ManifestTurns:
         self, node_id: str, pause_s: float, now: float, work: NodeWork | None = None
     ) -> ShareManifestResponse:
         """Tell this node to wait at least this long, and longer if many nodes wait."""
-        # Bounded, in case the clock was set back.
+        # Bound the wait, in case the clock was set back.
         self._next_ask = min(max(self._next_ask, now), now + _PACED_S_MAX) + 1 / ASKS_PER_S
         pause_s = max(pause_s, self._next_ask - now)
         return ShareManifestResponse(ManifestTurn.WAIT, node_id, pause_s=pause_s, work=work)

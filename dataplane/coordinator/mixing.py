@@ -93,8 +93,8 @@ class Mixing:
             now.awaited.discard(member_id)
 
     def joined(self, member_id: str) -> None:
-        """Collect promises again, since a member has joined, perhaps not for the first time: its
-        earlier promise may still arrive.
+        """Await the promise of a member that has joined. If the member has joined before, collect
+        all promises again under a new name, since its earlier promise may still arrive.
         """
         now = self.proposed
         if now is None:

@@ -3,10 +3,11 @@ state machine owns them.
 
 Invariants:
 1. A node gets news only about jobs whose members it has just renewed, or for which it is a maker.
-2. For a lease after a restart, a job's nodes are sent only once all nodes with members have sent a
-   heartbeat; until then, nodes keep what they know. If the job wants makers and had members before
-   the restart, its nodes are sent no sooner than a third of a lease after it, since every node
-   sends a heartbeat within that time. Otherwise makers would disappear, and come back one by one.
+2. For a lease after a restart, the list of a job's nodes is sent only once all nodes with members
+   have sent a heartbeat; until then, nodes keep the list that they have. If the job wants makers
+   and had members before the restart, the list is sent no sooner than a third of a lease after the
+   restart, since every node sends a heartbeat within that time. Otherwise makers would disappear
+   from the list, and come back one by one.
 3. There are at most `_COUNT_MAX` nodes, and at most `_OF_JOB_MAX` whose tokens are for the same
    job. A new node takes the place of one that was silent for a lease, or is refused.
 4. For a lease after a restart, no node is told that it has left a job, since the coordinator does
@@ -37,8 +38,8 @@ class Nodes:
     def __init__(
         self, rosters: Mapping[str, Roster], makers: Makers, salt: bytes, lease_s: float
     ) -> None:
-        """Create the table. `rosters` are those of the store. The table keeps a reference to the
-        mapping, since it changes.
+        """Create the table. `rosters` are the jobs of the store; the table keeps this mapping
+        itself, in which jobs come and go.
         """
         self.records: dict[str, NodeRecord] = {}
         # Node ids by the one job that their tokens allow ("" if they allow any). Each group is in
@@ -53,7 +54,7 @@ class Nodes:
     def heard(self, node: NodeRecord, clock: float) -> None:
         """Note that a node has registered, or sent a heartbeat.
 
-        Raises:  ConfigError: there are too many.
+        Raises:  ConfigError: there are too many nodes.
         """
         node_id, only_job = node.request.node_id, node.request.only_job
         before = self.records.get(node_id)
@@ -129,7 +130,8 @@ class Nodes:
         self, request: HeartbeatRequest, renewed: Collection[str], clock: float
     ) -> tuple[tuple[JobNodes, ...], tuple[str, ...]]:
         """Return the news for a node that has renewed members of these jobs: the nodes of its jobs
-        if they differ from those it knows, and the jobs that it knows but has left.
+        if they differ from the list that the node has, and the jobs that the node knows but has
+        left.
         """
         node_id = request.node.node_id
         known = {one.job_id: one.version for one in request.known}

@@ -147,8 +147,8 @@ class LedgerRecord(Struct, frozen=True):
 
 
 class NodeRecord(Struct, frozen=True):
-    """A node as it registered, the time of its last heartbeat, and what that said. `is_short` means
-    that the node lacks workers, so that its jobs want makers.
+    """A node as it registered, with the time and the contents of its last heartbeat. `is_short`
+    means that the node lacks workers, so that its jobs want makers.
     """
 
     request: RegisterNodeRequest

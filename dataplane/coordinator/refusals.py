@@ -38,7 +38,7 @@ Difference = tuple[str, str, str]
 
 
 def check_join(request: JoinRequest) -> None:
-    """Refuse a place that is not valid for a job.
+    """Refuse a join whose names are too long, or whose place is not valid for a job.
 
     Raises:  ConfigError: names the field.
     """
@@ -259,7 +259,7 @@ def version_mismatch(
 def two_protocols(
     job_id: str, own: RegisterNodeRequest, other: RegisterNodeRequest
 ) -> VersionMismatch:
-    """Return the refusal of a member whose node cannot talk to the others of its job."""
+    """Return the refusal of a member whose node cannot talk to the other nodes of its job."""
     return VersionMismatch(
         f"job {job_id!r}: node {own.node_id} on {own.host} (dataplane {own.version}) speaks "
         f"protocol {own.protocol}, and {other.node_id} on {other.host} (dataplane "
@@ -278,8 +278,8 @@ def _shown(value: str) -> str:
 
 
 def differences(job: Job, request: JoinRequest) -> list[Difference]:
-    """Return (field, the job's value, the newcomer's) for each difference. World size and batch are
-    not compared if a new launch may begin.
+    """Return (field, the job's value, the newcomer's) for each difference. `dp_size` and
+    `global_batch` are compared only within one launch.
     """
     found = list(job.spec.differences(request.spec))
     if job.pixels and request.pixels and job.pixels != request.pixels:

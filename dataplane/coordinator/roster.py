@@ -43,24 +43,24 @@ from dataplane.rpc.membership import ChangeResponse, JobNodes, JoinRequest, MixA
 
 # -- neighbours --------------------------------------------------------------------------------
 #
-# The nodes of a job that lend each other blocks, and its makers, in the form that is sent to nodes.
-# Pure; a roster owns one.
+# The nodes of a job that lend each other blocks, and the job's makers, in the form that is sent to
+# nodes. Pure; each roster owns one `JobNeighbours`.
 #
-# Nodes need not confirm what they know: a node sends the version that it has, so a heartbeat costs
-# one comparison, and a restart of the coordinator changes no version. A node whose table is old
+# A heartbeat contains the version of the node's list, so the coordinator compares two numbers and
+# needs no confirmation. A restart of the coordinator changes no version. A node with an old list
 # asks the wrong node, which costs a detour and is never an error.
 #
 # Invariants:
-# 1. The list has the nodes with a data address and joined members of the present generation, and
-#    after them the job's makers while it has joined members. Only a member's node renews it, so a
-#    node without a lease has no joined members.
+# 1. The list contains the nodes that have a data address and joined members of the present
+#    generation, and after them, while the job has joined members, its makers. Only a member's own
+#    node renews the member, so once a node stops renewing, it soon has no joined members.
 # 2. The version is a hash of the generation, of the nodes with their addresses and weights, of the
-#    urls whose blocks they lend, and of a salt that represents the secret of their keys. It changes
-#    exactly if one of these does.
+#    urls whose blocks they lend, and of a salt that stands for the secret of the neighbours' keys.
+#    The version changes exactly if one of these changes.
 # 3. The list is built again only after such a change.
-# 4. A node that may read only some urls is listed only if these contain the job's dataset, as it
-#    was declared when the generation began. If there is such a node, nodes lend only blocks under
-#    the urls of the dataset, until the generation ends.
+# 4. A node that may read only some urls is listed only if those urls contain the job's dataset, as
+#    declared when the generation began. If there is such a node, nodes lend only blocks under the
+#    urls of the dataset, until the generation ends.
 
 _VERSION_BYTES = 8
 _LOOPBACK = ("127.", "[::1]:")
@@ -143,7 +143,7 @@ class JobNeighbours:
         ]
         if self._members:
             nodes += [maker for maker in self._makers if maker.node_id not in self._members]
-        # Loopback addresses can be used only if all nodes are on one host.
+        # Drop loopback addresses unless all addresses are loopback: they work only within one host.
         beyond = [node for node in nodes if not node.address.startswith(_LOOPBACK)]
         nodes = beyond or nodes
         self._maker_ids = frozenset(node.node_id for node in nodes if node.worker_count)
@@ -156,10 +156,12 @@ class JobNeighbours:
     def _limits_that_fit(
         self, job: Job, limits: Collection[tuple[str, ...]]
     ) -> Collection[tuple[str, ...]]:
-        """Select the prefixes of nodes that contain the job's dataset."""
+        """Select the limits (prefixes of urls) that contain the job's dataset. If there are any,
+        restrict the blocks that nodes lend to the urls of the dataset.
+        """
         if not any(limits):
             return ()
-        from dataplane.security.urls import are_under, roots  # not for a single host
+        from dataplane.security.urls import are_under, roots  # late: only jobs with limits need it
 
         urls = roots(job.urls)
         fitting = [prefixes for prefixes in limits if are_under(urls, prefixes)]
@@ -169,7 +171,8 @@ class JobNeighbours:
 
 
 GONE_MAX = 1024
-# Members of a dp rank are its peers and their DataLoader workers: 16 ranks may have 1,024 each.
+# A job may have 64 joined members per dp rank (ranks and their DataLoader workers), or 16,384 in
+# all if that is more: then each of 16 dp ranks may have 1,024. No job may have more than 131,072.
 _OF_DP_RANK_MAX, _JOINED_LEAST, _JOINED_MOST = 64, 16384, 131072
 _MISSING_SHOWN_MAX = 64
 INCARNATIONS_MAX = 1024
@@ -193,8 +196,8 @@ class Roster:
         self.members: dict[str, Member] = {}
         self.incomplete_since = now
         self._incarnations = {seen.name: seen.generation for seen in incarnations}
-        # The ids of the joined members and of those that are gone, each in the order in which they
-        # joined or went; and for each dp rank, the id of the member that went last.
+        # Ids of the joined members, in the order of joining; ids of the members that are gone, in
+        # the order of going; and by dp rank, the id of the member that went last.
         self._joined: dict[str, None] = {}
         self._gone: dict[str, None] = {}
         self._last_gone: dict[int, str] = {}
@@ -226,7 +229,7 @@ class Roster:
         return self.ledger.last_change != self.job.last_change
 
     def joined(self) -> Iterator[Member]:
-        """The joined members, in the order of joining."""
+        """Return the joined members, in the order of joining."""
         return (self.members[member_id] for member_id in self._joined)
 
     def joined_first(self, count: int) -> Iterator[Member]:
@@ -272,7 +275,7 @@ class Roster:
         return self.job.dp_size - len(self._present)
 
     def missing_dp_ranks(self) -> tuple[int, ...]:
-        """The first data-parallel ranks that never joined, or whose last member was lost."""
+        """Return the first missing dp ranks: they never joined, or their last member was lost."""
         if self._missing is None:
             ranks = range(self.job.dp_size if self.missing_count else 0)
             missing = (rank for rank in ranks if rank not in self._present)
@@ -280,13 +283,13 @@ class Roster:
         return self._missing
 
     def is_superseded(self, incarnation: str) -> bool:
-        """Whether a newer launch has taken over and has joined members."""
+        """Return whether a newer launch than this one has taken over and has joined members."""
         older = incarnation != self.job.incarnation and incarnation in self._incarnations
         return older and not self.is_idle
 
     def is_reopened_by(self, request: JoinRequest, holder: Member) -> bool:
-        """Return whether this dp rank has left the present generation, or an earlier one of the
-        same launch, and the holder is another rank.
+        """Return whether the dp rank of the request has left the present generation, or an earlier
+        one of the same launch, and `holder` is another rank.
         """
         if request.incarnation != self.job.incarnation:
             return False
@@ -332,7 +335,8 @@ class Roster:
         self._put(moved, now)
         self.job = replace(self.job, active_at=now)
         writes: list[Write] = [Keep(moved), Keep(self.job)]
-        # Twice dp_size, so that not all of them are the last one of a dp rank.
+        # Remember at least twice `dp_size` members that are gone. Then some of them are not the
+        # last of their dp rank, and the oldest of those can be forgotten.
         if len(self._gone) > max(GONE_MAX, 2 * self.job.dp_size):
             oldest = next(name for name in self._gone if not self._is_last_gone(name))
             del self.members[oldest], self._gone[oldest]
@@ -359,7 +363,8 @@ class Roster:
         """Change the weights of a mixture: at once if nobody reads the job, otherwise when all
         members agree.
 
-        Raises:  ConfigError: the weights do not suit the job, or it has passed the place.
+        Raises:  ConfigError: the weights do not suit the job, or the job has already passed the
+        place where they take effect.
         """
         job, entry = self.job, self.ledger.mix_of_request(request.request)
         weights, writes = checked_weights(job, request), list[Write]()
@@ -377,7 +382,9 @@ class Roster:
         return ChangeResponse(entry, not self.is_idle, *at_batch, awaited), writes
 
     def decide_mix(self, now: float) -> list[Write]:
-        """Append the proposed weights to the ledger, if all members have agreed on their place."""
+        """Append the proposed weights to the ledger, if all members have agreed on the place where
+        they take effect.
+        """
         if self.mixing.proposal is None:
             return []
         decided = self.mixing.decided(self.job, self.members, now)
@@ -435,7 +442,7 @@ class Roster:
 
 
 def first_generation(request: JoinRequest, now: float) -> Job:
-    """Return the job that this join begins, if it is not known yet."""
+    """Return the job that this join begins, in generation 1."""
     return Job(
         job_id=request.job_id,
         dataset=request.dataset[:_DATASET_LENGTH_MAX],

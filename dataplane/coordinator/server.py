@@ -31,8 +31,8 @@ class CoordinatorServer:
         """
         self._grpc = GrpcServer(self._address, self._security)
         try:
-            # Before the store is opened, so that a second service fails because of its address
-            # rather than because of a locked file.
+            # Check the address before the store is opened, so that a second service fails because
+            # of its address rather than because of a locked file.
             self._grpc.check_free()
             await self._coordinator.start()
             return await self._grpc.start(self._coordinator)

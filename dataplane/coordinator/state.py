@@ -1,7 +1,6 @@
 """Jobs, their members, generations and leases: events in, decisions out. Pure.
 
 Invariants:
-1. A job has one present generation, which never goes back, not even over a restart (except that a
 1. A job has one present generation. Its number never decreases, even over a restart (except that a
    job that was idle for 30 days is forgotten, with its number). A launch (incarnation) that was not
    seen before begins the next generation. A superseded launch gets no place while a member of the
@@ -11,9 +10,9 @@ Invariants:
    spec begins a generation and replaces the old spec, and progress starts from zero. The places of
    members fit together, as layout.py says.
 3. Only a joined member of the present generation is renewed, and only by the node through which it
-   joined last, as only that node ends its lease. Others get LeaseExpired and have to join again;
-   the join names the launch, and decides. A member gets LeaseFenced, and stops, only while a member
-   of a newer launch is joined.
+   joined last; only that node may also end its lease. All others get LeaseExpired and have to join
+   again. The join names the launch, and so decides whether the member gets a place. A member gets
+   LeaseFenced, and stops, only while a member of a newer launch is joined.
 4. A place (dp_rank, rank) may have any number of members of the present launch: a rank and its
    DataLoader workers, or a process and its successor. Data requests are idempotent and progress is
    a maximum, so several members do no harm, and a dead one expires. Only a newer launch fences
@@ -82,8 +81,8 @@ from dataplane.rpc.membership import (
 
 _REFUSED_NODES_MAX = 1024
 JOB_KEPT_S = 30 * 24 * 3600.0
-# The phases of a member that was lost, and of one that left on purpose: the new one, and those from
-# which it changes.
+# The new phase of a member that was lost, or that left on purpose, and the phases from which the
+# member may change to it.
 _LOST = (Phase.EXPIRED, (Phase.JOINED,))
 _LEFT = (Phase.LEFT, (Phase.JOINED, Phase.EXPIRED))
 
@@ -115,7 +114,7 @@ class CoordinatorState:
         self._jobs = restored(records, now, lease_s, self._makers)
         self._nodes = Nodes(self._jobs, self._makers, salt, lease_s)
         self._refused_nodes: OrderedDict[str, RegisterNodeRequest] = OrderedDict()
-        """Nodes of other protocols, those that came last: they may not open jobs either."""
+        """The nodes with other protocols that came last. Their joins are refused, too."""
         self._writes: list[Write] = []
         self._claims: list[Claim] = []
 
@@ -188,8 +187,8 @@ class CoordinatorState:
             self._admit(roster, request)
         self._seat(roster, request)
         self._nodes.want_makers(request.node_id, (request.job_id,), self._clock)
-        # Only for the first member of each node: otherwise, a launch of n nodes would cost n^2 for
-        # each member of a node.
+        # Send the list of nodes only to the first member of each node: if every member got it, a
+        # launch on n nodes would send n^2 entries for each member that a node has.
         is_first = roster.neighbours.has_one_of(request.node_id)
         nodes = self._nodes.of(roster, self._clock) if is_first else None
         job, ledger = roster.job, roster.ledger
@@ -200,8 +199,8 @@ class CoordinatorState:
         )  # fmt: skip
 
     def _check_same_protocol(self, roster: Roster, request: JoinRequest) -> None:
-        """Refuse a member whose node cannot talk to that of another member of its launch. One of
-        them is enough, since all were compared when they joined.
+        """Refuse a member whose node cannot talk to the nodes of its launch. The node of one other
+        member is compared, since all members were compared when they joined.
         """
         if request.incarnation != roster.job.incarnation:
             return
@@ -217,7 +216,7 @@ class CoordinatorState:
         raise refusals.two_protocols(request.job_id, own.request, other.request)
 
     def _admit(self, roster: Roster, request: JoinRequest) -> None:
-        """Refuse a launch or spec that does not match, or begin a generation if it may."""
+        """Refuse a launch or spec that does not match, or begin a generation if that is allowed."""
         job = roster.job
         if roster.is_superseded(request.incarnation):
             raise refusals.superseded(job, request.member_id)
@@ -332,8 +331,8 @@ class CoordinatorState:
         )  # fmt: skip
 
     def _advanced(self, roster: Roster, member: Member, progress: MemberProgress) -> Member:
-        """Return the member with this progress, unless it was further already; update the job's
-        progress.
+        """Return the member with this progress, unless the member was already further; update the
+        job's progress.
         """
         reported = (progress.epoch, progress.cursor)
         if reported > (roster.job.epoch, roster.job.cursor):

@@ -49,7 +49,7 @@ _REMEDY = (
     "restore it from a copy, or move it away: then every job starts at generation 1, and running "
     "ranks join again"
 )
-# These may be repaired while the coordinator runs: the disk is full, or it fails.
+# Errors that may be repaired while the coordinator runs: a full disk, or one that fails.
 _PASSING = ("SQLITE_FULL", "SQLITE_IOERR")
 _TABLE = (
     "CREATE TABLE IF NOT EXISTS {} (job TEXT NOT NULL, name TEXT NOT NULL, body TEXT NOT NULL, "
@@ -69,8 +69,8 @@ class JobStore:
     def __init__(self, path: str) -> None:
         """Open or create the database, and lock it.
 
-        Raises:  ConfigError: it cannot be written, is locked, damaged, of another program, or of
-        a newer version.
+        Raises:  ConfigError: the database cannot be written, is locked, damaged, of another
+        program, or of a newer version.
         """
         self.path = path
         if path != MEMORY:
@@ -105,7 +105,7 @@ class JobStore:
     def _record(self, cls: type[Record], table: str, name: str, body: Any) -> Record:
         """Decode a stored record.
 
-        Raises:  ConfigError: it cannot be read.
+        Raises:  ConfigError: the record cannot be read.
         """
         try:
             return _read(cls, body)
@@ -265,7 +265,7 @@ def _body(write: Keep) -> str:
 
 def _read(cls: type[Record], body: str) -> Record:
     record: Record = _restored(cls, json.loads(body))
-    # Check that all fields have their declared types, since other code relies on that.
+    # Check that all fields have their declared types, since other code relies on these types.
     msgspec.convert(msgspec.to_builtins(record), complete(cls))
     return record
 

@@ -26,7 +26,7 @@ from dataplane.rpc.membership import (
 _SHOWN_MAX = 10
 _JOBS_MAX, _NODES_MAX = 1024, 1024
 _OF_JOBS_MAX = 2048
-"""The most members of all jobs, and the most nodes of all jobs, in an answer."""
+"""How many members an answer has at most, over all jobs; also how many nodes of jobs."""
 _SOURCE_LENGTH_MAX = 128
 
 
@@ -66,7 +66,7 @@ def status(
 def readings(
     rosters: Mapping[str, Roster], nodes: Collection[NodeRecord], lease_s: float, now: float
 ) -> Iterator[Reading]:
-    """Yield the metrics of the jobs that are not idle, as many as a status shows."""
+    """Yield the metrics of jobs that are not idle, for at most as many jobs as a status shows."""
     active = [roster for roster in rosters.values() if not roster.is_idle]
     states = Counter(map(_state, active))
     for state in ("forming", "running"):
@@ -90,8 +90,8 @@ def _active(rosters: Mapping[str, Roster]) -> list[Roster]:
 
 
 def _shares(counts: Sequence[int]) -> list[int]:
-    """Return how many members of each job are shown. Small jobs leave their unused share to larger
-    ones, so that no job hides another.
+    """Return how many members, or nodes, of each job are shown. Small jobs leave their unused share
+    to larger ones, so that no job hides another.
     """
     shares, left = [0] * len(counts), _OF_JOBS_MAX
     for place, at in enumerate(sorted(range(len(counts)), key=counts.__getitem__)):
@@ -116,7 +116,7 @@ def ledger(job_id: str, rosters: Mapping[str, Roster]) -> LedgerResponse:
 def named(job_id: str, rosters: Mapping[str, Roster]) -> Roster:
     """Return the job of this name.
 
-    Raises:  ConfigError: there is none.
+    Raises:  ConfigError: no job has this name.
     """
     if job_id not in rosters:
         known = ", ".join(sorted(rosters)[:_SHOWN_MAX]) or "none"

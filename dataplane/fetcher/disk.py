@@ -87,12 +87,13 @@ class Disk:
         threads.submit(self._serve, order, partial(work, order))
 
     def look(self) -> None:
-        """End late orders. Call this now and then while it is not idle."""
+        """End late orders. Call this now and then while orders are in progress."""
         now = time.monotonic()
         with self._lock:
             late = [order for order in self._orders if now > order.deadline]
         for order in late:
-            # A file that is about to get its name counts as written: it may be there any time.
+            # A file that is about to get its final name counts as written: the rename may happen
+            # any time.
             self._end(order, None if order.is_written else _not_kept("it does not answer in time"))
 
     def close(self) -> None:

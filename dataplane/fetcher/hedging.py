@@ -19,8 +19,8 @@ from msgspec import Struct
 HEDGED_SHARE = 0.02
 READS_MIN = 50
 LATE_FACTOR = 3.0
-"""How many times the 95th percentile a late read takes. That of the 99th would be the time of late
-reads themselves, where one in a hundred is late."""
+"""How many times the 95th percentile a late read takes. The 99th percentile would not do: where one
+read in a hundred is late, it is the time of the late reads themselves."""
 LATE_S_MIN = 0.05
 _RECENT = 256
 
@@ -37,7 +37,7 @@ class HedgingRule(Struct, frozen=True):
 class Hedging:
     """The times of recent reads by size, and the budget."""
 
-    def __init__(self, rule: HedgingRule = HedgingRule()) -> None:  # noqa: B008 - it is frozen
+    def __init__(self, rule: HedgingRule = HedgingRule()) -> None:  # noqa: B008 - rules are frozen
         self._rule = rule
         self._recent: dict[int, deque[float]] = {}
         self._late_s: dict[int, float] = {}
@@ -63,7 +63,7 @@ class Hedging:
         return found
 
     def spend(self, length: int) -> bool:
-        """Whether this many bytes may be requested twice; if so, they count."""
+        """Whether this many bytes may be requested twice; if so, charge them to the budget."""
         if self._hedged_bytes + length > self._rule.share * self._read_bytes:
             return False
         self._hedged_bytes += length

@@ -1,8 +1,8 @@
 """Blocks as files of a node's disk: one file a block, written aside and renamed.
 
 A file is named by the dataset's digest and the block's number, `<digest>/<number >> 10>/<number>`,
-so no folder has more than 1,024 of them. It begins with a header of HEADER_BYTES; the block's
-pieces follow, as they were read from the shard, without its preamble.
+so no folder has more than 1,024 of them. A file begins with a header of HEADER_BYTES; the block's
+pieces follow, as they were read from the shard, without the shard's preamble.
 
 Invariants:
 1. What `read` returns without an error has the length and the checksum of the header, which names
@@ -29,8 +29,8 @@ from dataplane.rpc.fetches import KeptFound, KeptName
 
 HEADER_BYTES = 64
 SLICE_BYTES = 1 << 20
-"""Read and written at a time, so that the checksum is of bytes that are in the processor's
-cache."""
+"""Bytes that are read or written at a time: few enough to be still in the processor's cache when
+their checksum is computed."""
 _HEADER = struct.Struct("<8sI16sQQI12x")
 _CHECKED_HEADER = struct.Struct("<60sI")
 _MAGIC, _VERSION = b"dpblock\n", 1
@@ -59,10 +59,9 @@ class KeptFiles:
     def read(
         self, name: KeptName, into: memoryview, place: Callable[[memoryview, int], None]
     ) -> None:
-        """Read a block of as many bytes as `into` has: `place` gets each slice, and where it
-        begins, and puts it there.
+        """Read a block as long as `into`: `place` gets each slice and its offset, and copies it.
 
-        Raises:  FileNotFoundError: it is not there, or was removed, since it was wrong.
+        Raises:  FileNotFoundError: the file is missing, or was wrong and therefore removed.
         OSError: the disk fails.  What `place` raises.
         """
         path = self.path(name.dataset, name.block)
@@ -83,8 +82,9 @@ class KeptFiles:
         check: Callable[[], None],
         commit: Callable[[], None],
     ) -> None:
-        """Write a block. `number` names the file until it is whole. `check` is called now and then,
-        and `commit` once all of `body` was read and the file is about to get its name.
+        """Write a block. `number` is part of the file's name until all of it was written. `check`
+        is called now and then, and `commit` once all of `body` was read and the file is about to
+        get its name.
 
         Raises:  OSError: the disk fails, and the file is gone.  What `check` and `commit` raise.
         """
@@ -115,9 +115,9 @@ class KeptFiles:
             self.path(name.dataset, name.block).unlink(missing_ok=True)
 
     def scan(self) -> Iterator[KeptFound]:
-        """Yield all blocks, with those of the datasets that were written last at the end. Removes
-        the leftovers of a crash. Files and folders that vanish meanwhile are left out.   Raises:
-        OSError.
+        """Yield all blocks, dataset by dataset; the datasets that were written last come last.
+        Removes the leftovers of a crash. Files and folders that vanish meanwhile are left out.
+        Raises:  OSError.
         """
         with os.scandir(self._folder) as entries:
             datasets = [each for each in entries if _is_folder(each) and _digest(each.name)]
@@ -125,7 +125,7 @@ class KeptFiles:
         for dataset in datasets:
             for folder in filter(_is_folder, _entries(dataset.path)):
                 yield from _scanned(_digest(dataset.name), folder.path)
-                with contextlib.suppress(OSError):  # it is not empty
+                with contextlib.suppress(OSError):  # the folder is not empty
                     Path(folder.path).rmdir()
             with contextlib.suppress(OSError):
                 Path(dataset.path).rmdir()
@@ -185,7 +185,8 @@ def _scanned(dataset: bytes, folder: str) -> Iterator[KeptFound]:
     blocks: list[int] = []
     sizes: list[int] = []
     for entry in _entries(folder):
-        # A read may remove a damaged file meanwhile, and users may remove any of them.
+        # Skip files that vanish: a read may remove a damaged one meanwhile, and users may remove
+        # any.
         with contextlib.suppress(FileNotFoundError):
             if entry.name.isdecimal() and entry.is_file(follow_symlinks=False):
                 size = entry.stat(follow_symlinks=False).st_size
@@ -219,7 +220,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def _digest(name: str) -> bytes:
-    """Return the digest for which a folder is named; empty if it is none."""
+    """Return the digest for which a folder is named; empty if the name is no digest."""
     try:
         digest = bytes.fromhex(name)
     except ValueError:

@@ -2,11 +2,12 @@
 
 Invariants:
 1. A neighbour that fails FAILURES_MAX times in a row is left alone for a while, and longer each
-   time; then one read tries it. Its pending requests are cut off at once, so that all of them are
-   read from the store at the same time.
-2. A late read of a neighbour is hedged by the store within a budget, like a late read of a store.
-   No budget applies if the neighbour has answered nobody since: it may be gone, and all reads wait
-   for it. Nor does it for a late decoded block, which is then read from the store in raw form.
+   time; then one read tries it. The requests that it has not answered are cut off together, so that
+   the store serves all of them at the same time.
+2. A late read from a neighbour is requested from the store, too, within a budget, like a late read
+   from a store. No budget applies if the neighbour has answered nobody since: it may be gone, and
+   all reads wait for it. By the same rule a late decoded block is cut off; the raw block is then
+   read from the store.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from dataplane.store.reads import EndedEarlyError, Race
 FAILURES_MAX = 3
 PAUSE_S, PAUSE_S_MAX = 2.0, 60.0
 LATE_S = 1.0
-"""Until it is known how long neighbours take."""
+"""The time after which a read is late while it is unknown how long neighbours take."""
 
 _trace = Trace("fetcher")
 
@@ -52,8 +53,8 @@ class NeighbourHealth:
         self._by_address: dict[str, _Health] = {}
 
     def may_ask(self, address: str, now: float) -> bool:
-        """Whether to send it a request now. After a pause, this is true once, until that read has
-        ended.
+        """Whether to send the neighbour a request now. After a pause, this is true once, until that
+        read has ended.
         """
         health = self._of(address)
         if health.failures < FAILURES_MAX:
@@ -64,11 +65,13 @@ class NeighbourHealth:
         return True
 
     def answered(self, address: str, now: float) -> None:
-        """Note that it sent or refused a block."""
+        """Note that the neighbour sent or refused a block."""
         self._by_address[address] = _Health(now)
 
     def failed(self, address: str, now: float) -> bool:
-        """Note that it did neither, or too late. Return True if it is left alone from now on."""
+        """Note that the neighbour neither sent nor refused a block, or was too late. Return True if
+        it is left alone from now on.
+        """
         health = self._of(address)
         if now < health.until and not health.is_tried:
             return False
@@ -80,7 +83,7 @@ class NeighbourHealth:
         return True
 
     def is_silent(self, address: str, since: float) -> bool:
-        """Whether it has answered nobody since then."""
+        """Whether the neighbour has answered nobody since then."""
         return self._of(address).answered_at < since
 
     def _of(self, address: str) -> _Health:
@@ -98,8 +101,8 @@ class NeighbourReads:
 
     def read(self, neighbour: Neighbour, into: Sequence[memoryview], race: Race) -> tuple[int, ...]:
         """Request bytes from this neighbour, as the first request of this race: a part that fills
-        the only buffer, or whole blocks that fill all of them. Return how each has ended, with the
-        codes of `wire`.
+        the only buffer, or whole blocks that fill all of them. Return how the request for each
+        buffer has ended, with the codes of `wire`.
 
         Raises:  NeighbourGone.  EndedEarlyError.
         """
@@ -137,7 +140,7 @@ class NeighbourReads:
         return answer.ends or (end,) * len(into)
 
     def is_to_hedge(self, neighbour: Neighbour, length: int, began: float, now: float) -> bool:
-        """Whether to read from the store as well; if so, it counts."""
+        """Whether to read from the store as well; if so, charge the read to the budget."""
         with self._lock:
             late_s = self._hedging.late_s(length)
             if now - began < (LATE_S if math.isinf(late_s) else late_s):

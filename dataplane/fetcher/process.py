@@ -2,21 +2,22 @@
 the node's arenas.
 
 Reading from a store takes processor time, most of it for TLS, in threads that share one interpreter
-lock. In processes of their own they take none of the node's time, and as many processors as the
-rate needs.
+lock. In processes of their own, reads take none of the node's time, and use as many processors as
+their rate needs.
 
 Invariants:
-1. It writes only into the regions of a read, whose memory it allocates first, and only until it
-   reports the end of that read.
-2. It parses none of the bytes that it reads. It has the node's credentials, since it does what the
-   node's own stores do; it gets them over a socket that nobody else can open.
+1. A fetcher writes only into the regions of a read, whose memory it allocates first, and only until
+   it reports the end of that read.
+2. A fetcher parses none of the bytes that it reads. It has the node's credentials, since it opens
+   the same stores as the node; it gets them over a socket that nobody else can open.
 3. Each read ends with one message, whatever the store raises.
-4. A read that takes much longer than others is asked for a second time, over another connection
-   and into other memory. The first answer counts (`store/reads.py`). Nothing is asked for again
-   while a store does not answer or has asked to slow down. The second request always goes to the
-   store, also if the first one went to a neighbour. A neighbour that is late with a decoded block,
-   which no store has, is not waited for any longer: the node has the block read from the store.
-5. It exits when its socket closes, so fetchers do not outlive their node.
+4. A read that takes much longer than others is requested a second time, over another connection and
+   into other memory. The first answer counts (`store/reads.py`). No read is requested again while
+   its store does not answer or has asked to slow down. The second request always goes to the store,
+   even if the first one went to a neighbour. A decoded block is only at a neighbour, not in the
+   store: if the neighbour is late, the read is ended, and the node has the raw block read from the
+   store.
+5. A fetcher exits when its socket closes, so fetchers do not outlive their node.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ from dataplane.neighbours.line_tls import LineTls
 from dataplane.neighbours.wire import GIVEN_WHOLE, NOT_GIVEN
 from dataplane.rpc import fetches, local, tasks
 
-# Imported here, so that the fork server does it once for all fetchers.
+# Import obstore here, so that the fork server imports it once for all fetchers.
 from dataplane.store import obstore_store  # noqa: F401
 from dataplane.store.connect import Stores
 from dataplane.store.outage import Observe, Outage
@@ -65,7 +66,7 @@ from dataplane.store.reads import EndedEarlyError, Race, Sink, copy_into, fill, 
 from dataplane.store.retry import SLOW_DOWN
 
 _LOOK_S = 0.05
-"""While reads are under way, the process looks in such intervals which are late, and why."""
+"""The interval at which reads under way are checked: which of them are late, and why."""
 _COUNT_S = 1.0
 _HEDGES_MAX = 4
 _PARTS_AT_ONCE = 128
@@ -76,14 +77,8 @@ _END_S = 30.0
 MakeStores = Callable[[Observe], Stores]
 
 
-# Turn the end of a read into an outcome, whatever happened, since somebody waits for it.
-
-
-# The targets of one read: parts of a shard, and where their bytes go.
-
-
 def views(order: fetches.ReadRange, arena: Arena, stack: contextlib.ExitStack) -> list[memoryview]:
-    """Where the bytes of each target go."""
+    """Return the memory for the bytes of each target."""
     regions = [target.into for target in order.targets]
     return [stack.enter_context(arena.view(each.offset, each.length)) for each in regions]
 
@@ -91,7 +86,9 @@ def views(order: fetches.ReadRange, arena: Arena, stack: contextlib.ExitStack) -
 def spaced(
     targets: Sequence[fetches.ReadTarget], into: Sequence[memoryview]
 ) -> Iterator[memoryview]:
-    """Where the bytes of a read go, one part after the other; those between targets go nowhere."""
+    """Yield the memory for the bytes of a read, part by part. Bytes between targets go into memory
+    that is dropped.
+    """
     at = targets[0].offset
     for target, each in zip(targets, into, strict=True):
         if target.offset > at:
@@ -101,9 +98,9 @@ def spaced(
 
 
 def outcome(name: str, work: Callable[[], None]) -> DataplaneError | None:
-    """Return the error of `work`, which performs the read called `name`; None if it has none.
+    """Return the error of `work`, which performs the read called `name`; None if it succeeds.
 
-    Raises:  EndedEarlyError: another request has read it.
+    Raises:  EndedEarlyError: another request has read the bytes.
     """
     try:
         work()
@@ -128,19 +125,20 @@ class _Read(Struct, eq=False):
     race: Race
     started: float = math.inf
     began: float = math.inf
-    """The request that is under way: to the neighbour, or to the store."""
+    """When the request that is under way began, to the neighbour or to the store."""
     is_asking: bool = False
     """Whether the request under way is to the neighbour."""
     is_hedged: bool = False
     ends: tuple[int, ...] = ()
-    """The neighbour's answer for each target, as in `wire`, if it ends the first request."""
+    """The neighbour's answer for each target, as in `wire`, if that answer ends the first
+    request."""
     store_bytes: int = 0
     """The bytes that the first request asks the store for."""
     hedge_bytes: int = 0
 
     @property
     def asks_for_decoded(self) -> bool:
-        """Whether only a neighbour has these bytes."""
+        """Whether the read is for a decoded block, which only a neighbour has."""
         neighbour = self.order.neighbour
         return neighbour is not None and neighbour.form is BlockForm.DECODED
 
@@ -154,7 +152,7 @@ class _Parts(Struct, eq=False):
 
 
 class Reads:
-    """The reads of this process. `make_stores` gets the functions to which stores report."""
+    """The reads of this process. `make_stores` gets the function to which stores report outages."""
 
     def __init__(
         self,
@@ -245,7 +243,7 @@ class Reads:
             self._slabs.detach(body.arena_id)
 
     def _serve(self, read: _Read) -> None:
-        """Make a read, and report its end, unless a second request did; runs in a thread."""
+        """Perform a read, and report its end unless a second request did; runs in a thread."""
         order = read.order
         read.started = read.began = time.monotonic()
         arena = self._arenas[order.arena_id]
@@ -266,9 +264,9 @@ class Reads:
         self._ended(read, error)
 
     def _read_part(self, parts: _Parts, at: int) -> None:
-        """Read one part; the last one sends all. Runs in a thread."""
+        """Read one part; whoever ends last sends all parts. Runs in a thread."""
         wanted = parts.order.places[at]
-        # Any failure: the node reads the shard itself later, and reports the error.
+        # Ignore any failure: the node reads the shard itself later, and reports the error.
         with contextlib.suppress(Exception):
             store, place = self._stores.connect(wanted.url), wanted.place
             content = store.read(wanted.url, place.offset, place.length, wanted.etag)
@@ -286,7 +284,7 @@ class Reads:
             arena.prepare(target.into.offset, target.into.length)
 
     def _sink(self, order: fetches.ReadRange) -> Callable[[memoryview], Sink | None] | None:
-        """The sink that a read writes through, if that costs less than prepared memory."""
+        """Return the sink that a read writes through, if that costs less than prepared memory."""
         arena, regions = self._arenas[order.arena_id], [each.into for each in order.targets]
         is_new = order.neighbour is None and all(
             arena.is_new(region.offset, region.length) for region in regions
@@ -325,15 +323,16 @@ class Reads:
 
         def work() -> None:
             self._fill(read, body, is_hedge=True)
-            # The first request may still wait for a connection, with its memory not prepared.
+            # Prepare the memory here, too: the first request may still wait for a connection, and
+            # prepares its memory only later.
             self._prepare(order)
 
         if outcome(order.url, work):
-            return  # the first request will report why
+            return  # the first request reports the error
         try:
             is_first = read.race.overtake(_END_S)
         except TimeoutError:
-            os._exit(1)  # a thread is stuck: another fetcher reads all of it again
+            os._exit(1)  # a thread is stuck: another fetcher repeats all reads
         if is_first:
             with contextlib.ExitStack() as stack:
                 into = views(order, self._arenas[order.arena_id], stack)
@@ -341,7 +340,7 @@ class Reads:
             self._ended(read, None, is_hedge=True)
 
     def _ended(self, read: _Read, error: DataplaneError | None, *, is_hedge: bool = False) -> None:
-        """Report the end of a read. `is_hedge`: the second request has read all of it from the
+        """Report the end of a read. `is_hedge`: the second request has read all bytes from the
         store.
         """
         now, order = time.monotonic(), read.order
@@ -409,7 +408,7 @@ class Reads:
                 if not read.asks_for_decoded:
                     self._hedges.submit(self._hedge, read)
             if read.is_hedged and read.asks_for_decoded:
-                read.race.cut_off()  # also if it asks again, over another connection
+                read.race.cut_off()  # at every look: the read may have reconnected
 
     def _is_to_hedge(self, read: _Read, now: float) -> bool:
         length, neighbour = read.order.length, read.order.neighbour
@@ -426,7 +425,8 @@ class Reads:
         self._tell(fetches.StoreSeen(*seen))
 
     def _note(self, pause: StorePause) -> None:
-        # Calls continue at random moments of as long a time after the pause.
+        # Request nothing again until calls have resumed: after the pause, they resume at random
+        # moments within `span_s`.
         until = time.monotonic() + pause.left_s + SLOW_DOWN.span_s(pause.level)
         self._slow_until = max(self._slow_until, until)
 
@@ -457,7 +457,7 @@ def run(sock: socket.socket) -> None:
         arenas = {
             number: Arena.attach(fd, os.fstat(fd).st_size)
             for number, fd in zip(ids, descriptors, strict=False)
-        }  # the third one is the lock of the folder of blocks on disk, held as long as this process
+        }  # a third descriptor locks the folder of blocks on disk while this process lives
 
         def stores(observe: Observe) -> Stores:
             policy = None
@@ -478,7 +478,9 @@ def run(sock: socket.socket) -> None:
 
 
 def main(descriptor: int, _memory_bytes: int) -> None:
-    """Run the process: its socket is an inherited descriptor. Its threads do not keep it alive."""
+    """Run the process: its socket is an inherited descriptor. Threads do not keep the process
+    alive.
+    """
     with socket.socket(fileno=descriptor) as sock:
         run(sock)
     os._exit(0)

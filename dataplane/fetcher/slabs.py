@@ -1,14 +1,16 @@
-"""Slabs that makers make, as a fetcher reads them into the delivery arenas of its node.
+"""Read slabs from the nodes that make them into the delivery arenas of a fetcher's node.
 
 Invariants:
-1. Each order ends with one SlabRead, whatever happens, and nothing writes into its memory after it.
-2. A slab has its threads for itself: while makers are slow, blocks are read as ever. Its times
-   decide about slabs alone.
-3. A slab that is late is asked for at a second maker, into other memory; the first whole answer
-   counts (`store/reads.py`). It is asked for twice within a budget, but without one if the first
-   maker has answered nobody for as long: it may be gone. If one of the two fails, the other one
-   counts. If nobody needs it any more, or others shall make it, it ends at once.
-4. At most _SPARE_MAX slabs are in memory that is not the node's.
+1. Each order ends with one SlabRead, whatever happens; nothing writes into the order's memory after
+   that.
+2. Slabs are read in threads of their own: slow makers do not delay the reads of blocks. The times
+   of slabs decide only which slabs are late.
+3. A slab that is late is requested from a second maker, into other memory; the first whole answer
+   counts (`store/reads.py`). Second requests have a budget, except where the first maker has
+   answered nobody for as long: it may be gone. If one of the two makers fails, the other one
+   counts. If nobody needs the slab any more, or another node will make it, both requests end at
+   once.
+4. At most _SPARE_MAX slabs are in memory of the fetcher itself.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from dataplane.store.reads import EndedEarlyError, Race, copy_into
 
 RULE = HedgingRule(share=0.05, reads_min=20, late_factor=2.0, late_s_min=0.2)
 LATE_S = 5.0
-"""Until it is known how long slabs take."""
+"""The time after which a slab is late while it is unknown how long slabs take."""
 _SPARE_MAX = 4
 _SPARE_S = 5.0
 _END_S = 30.0
@@ -48,7 +50,7 @@ _trace = Trace("fetcher")
 
 
 class _Making(Struct, eq=False):
-    """A slab that is being made, and the one or two makers that were asked for it."""
+    """A slab that is being made, and the requests to its one or two makers."""
 
     order: ReadSlab
     began: float
@@ -57,7 +59,7 @@ class _Making(Struct, eq=False):
     is_hedged: bool = False
     is_hedge_over: bool = False
     why_dropped: DataplaneError | None = None
-    """Nobody waits for it any more."""
+    """Why nobody waits for the slab any more; None if somebody does."""
     error: DataplaneError | None = None
     """The first maker's error, while the second one may still send the slab."""
 
@@ -69,7 +71,7 @@ class _Making(Struct, eq=False):
 
 
 class _Found(Struct, frozen=True):
-    """A slab that is there."""
+    """A slab that has arrived."""
 
     length: int
     note: bytes
@@ -99,14 +101,14 @@ class MadeSlabs:
         return not self._making
 
     def attach(self, arena_id: int, fd: int) -> None:
-        """Slabs will be read into this arena; the descriptor then belongs to it."""
+        """Open an arena into which slabs will be read; it takes over the descriptor."""
         try:
             self._arenas.attach(arena_id, fd)
         except DataplaneError as error:
             _trace.failed("no delivery arena", arena=arena_id, why=str(error))
 
     def detach(self, arena_id: int) -> None:
-        """No more slabs will. Those that are under way end soon, with ClosedError if they still
+        """Close an arena. Slabs that are under way into it end soon, with ClosedError if they still
         wait.
         """
         self._arenas.detach(arena_id)
@@ -116,7 +118,7 @@ class MadeSlabs:
             making.drop(ClosedError(f"the delivery arena {arena_id} was closed"))
 
     def give_up(self, number: int) -> None:
-        """Others make this slab: end it, unless all of it is here."""
+        """End the read of a slab that another node will make, unless the whole slab is here."""
         with self._lock:
             making = self._making.get(number)
         if making is not None:
@@ -142,7 +144,7 @@ class MadeSlabs:
             self._hedges.submit(self._serve_hedge, making)
 
     def close(self) -> None:
-        """Wait for what is under way."""
+        """Wait for the slabs under way, then close connections and arenas."""
         self._threads.shutdown()
         self._hedges.shutdown()
         self._lines.close()
@@ -156,12 +158,13 @@ class MadeSlabs:
         late_s = LATE_S if math.isinf(late_s) else late_s
         if now - making.began < late_s:
             return False
-        # The maker may have answered later requests first, and may have gone away since then.
+        # Measure the silence from the maker's last answer to any request: the maker may have
+        # answered later requests first, and have gone away since then.
         is_silent = now - self._answered_at.get(order.maker.address, -math.inf) >= late_s
         return is_silent or self._hedging.spend(order.into.length)
 
     def _serve(self, making: _Making) -> None:
-        """In a thread: ask the first maker, and report the end unless the second one does."""
+        """Ask the first maker, and report the end unless the second one does; runs in a thread."""
         order = making.order
         found = error = None
         with self._memory(order) as memory:
@@ -182,10 +185,10 @@ class MadeSlabs:
         self._end(making, found, error)
         if making.is_hedged:
             with contextlib.suppress(TimeoutError):
-                making.second.overtake(_END_S)  # nobody needs it any more
+                making.second.overtake(_END_S)  # ends the second request
 
     def _serve_hedge(self, making: _Making) -> None:
-        """In a thread: ask the second maker, and put the slab in place if it is there first."""
+        """Ask the second maker, and put its slab in place if it arrives first; runs in a thread."""
         order, spares = making.order, contextlib.ExitStack()
         assert order.hedge is not None
         found = None
@@ -204,8 +207,8 @@ class MadeSlabs:
                 found = self._ask(making, order.hedge, place, making.second)
                 is_first = making.first.overtake(_END_S)
             except TimeoutError:
-                os._exit(1)  # a thread is stuck, and may write into the memory of the node
-            except BaseException:  # noqa: BLE001 - the first maker counts
+                os._exit(1)  # a stuck thread may still write into the node's memory
+            except BaseException:  # noqa: BLE001 - only the first maker is left
                 is_first = False
             if is_first and found is not None:
                 self._put(making, found, spare)
@@ -217,7 +220,7 @@ class MadeSlabs:
             self._end(making, None, error)
 
     def _put(self, making: _Making, found: _Found, body: memoryview) -> None:
-        """The slab of the second maker counts: put it in place."""
+        """Put the second maker's slab in place, and report the end."""
         try:
             with self._memory(making.order) as memory:
                 copy_into(body, memory(found.length))
@@ -227,7 +230,9 @@ class MadeSlabs:
             self._end(making, found, None)
 
     def _ask(self, making: _Making, maker: SlabMaker, place: Place, race: Race) -> _Found:
-        """Raises:  NeighbourGone, EndedEarlyError, ClosedError, and what `place` raises."""
+        """Request the slab.   Raises:  NeighbourGone, EndedEarlyError, ClosedError; errors of
+        `place`.
+        """
         order = making.order
         ask = SlabAsk(order.request, order.request_opening, order.into.length)
 

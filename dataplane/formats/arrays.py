@@ -84,7 +84,7 @@ def read_as(array: pa.Array, kind: pa.DataType) -> pa.Array:
 
 
 def first_refused(array: pa.Array, read: Callable[[pa.Array], object]) -> int:
-    """Return the first row that this function refuses with an error of Arrow; there is one."""
+    """Return the first row that `read` refuses with an error of Arrow. There must be such a row."""
     start, stop = 0, len(array)
     while stop - start > 1:
         middle = (start + stop) // 2
@@ -139,7 +139,7 @@ def _read_as_union(array: pa.Array, kind: pa.DataType) -> pa.Array:
     parts = [kind.field(i) for i in range(kind.num_fields)]
     children = [read_as(array.field(i), part.type) for i, part in enumerate(parts)]
     names = [part.name for part in parts]
-    # The array's own properties ignore the offset of a slice.
+    # Read the buffers: the array's own properties ignore the offset of a slice.
     buffers, at = array.buffers(), array.offset
     codes = pa.array(np.frombuffer(buffers[1], np.int8, len(array), at))
     if kind.mode == "sparse":
@@ -155,7 +155,7 @@ def decoded(array: pa.Array) -> pa.Array:
     if pa.types.is_dictionary(array.type):
         return _taken(decoded(array.dictionary), array.indices)
     if pa.types.is_run_end_encoded(array.type):
-        # Arrow's own kernel does not support dictionaries.
+        # Find the run of each row with numpy: Arrow's own kernel does not support dictionaries.
         ends = array.run_ends.to_numpy()
         places = np.arange(array.offset, array.offset + len(array))
         runs = np.searchsorted(ends, places, side="right")
@@ -204,7 +204,7 @@ def joined(pieces: Sequence[pa.Array]) -> pa.Array:
         return pa.concat_arrays([read_as(piece, wide) for piece in pieces])
 
 
-# Columns made of pieces of a block: each value is copied once, without a Python object.
+# Make columns of pieces of a block: each value is copied once, without a Python object.
 
 _NARROW_BYTES = 4
 

@@ -25,7 +25,7 @@ from dataplane.formats.flatbuf import RECORDS, Head, move_buffers
 from dataplane.formats.nulls import children, node_count
 from dataplane.formats.source import Memory
 
-# The decoded size of a compressed record batch, estimated from its metadata alone.
+# Estimate the decoded size of a compressed record batch from its metadata alone.
 
 # Values of variable length (text, binary) are assumed to compress by this factor at most.
 VARIABLE_RATIO = 8
@@ -94,8 +94,9 @@ def _size(kind: pa.DataType, lengths: Iterator[int]) -> tuple[int, bool]:
 Int64 = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-# If a smaller block is read without some of its columns, the saved bytes cost less than the request
-# (see index/projection.py); and a dataset may have millions of such blocks.
+# The places of columns are noted only if a shard has a block of this size or more. In smaller
+# blocks, leaving out columns saves less than an additional request costs (see index/projection.py),
+# and a dataset may have millions of such blocks.
 PLACED_BYTES_MIN = 512 << 10
 # One text column is assumed to compress by this factor at most. For the sum of all columns,
 # VARIABLE_RATIO remains the limit.

@@ -138,7 +138,7 @@ class ArrowIpc:
 
     name = "arrow"
     suffixes = BY_FORMAT["arrow"]
-    index_version = 2  # raised for: places of columns; a joint estimate for text columns
+    index_version = 2  # raised when indexes got places of columns, and a joint estimate for texts
 
     def first_reads(self, size_bytes: int) -> tuple[Region, ...]:
         """Return the ranges that `index` reads first: the start and, of a file, the end."""
@@ -171,7 +171,7 @@ class ArrowIpc:
         else:
             arriving = file_messages(source, footer.first, footer.start)
         first = next(arriving, None)
-        # Read now, since the source only reads forward.
+        # Read the schema before the other messages, since the source only reads forward.
         schema = b""
         if first is not None:
             metadata = source.view(first.offset, first.metadata_length)
@@ -192,7 +192,7 @@ class ArrowIpc:
             if batches is None:
                 _check_claims(block, part)
                 batches = _read(block, part, schema, columns)
-        # Concatenating batches follows their offsets, so these must be checked before.
+        # Validate the batches before joining them: joining follows their offsets without a check.
         batches = [validated(batch, url, start) for batch in batches]
         rows = sum(batch.num_rows for batch in batches)
         check_rows(url, start, block.rows, rows)
@@ -241,8 +241,8 @@ def _shard_index(
     start = batches[0].offset if batches else messages[-1].end
     before = [m for m in messages if m.offset < start]
     dictionaries = any(m.head.kind == DICTIONARY for m in messages)
-    # If the schema message has no length, it can only be found at the end of the preamble: no
-    # dictionary may follow it.
+    # A schema message without a length can only be read if it ends with the preamble. So a shard
+    # with such a message and dictionaries must be one block, as if the dictionaries came late.
     late = any(m.head.kind == DICTIONARY and (is_alone or m.offset > start) for m in messages)
     one_block = functools.partial(_one_block, shard, schema, messages, nulls)
     if footer is not None and [batch.offset for batch in footer.batches] != [
@@ -304,7 +304,7 @@ def _schema(url: str, first: bytes, messages: list[Message]) -> pa.Schema:
     with foreign_faults(url, messages[0].offset, "the schema of the shard is damaged"):
         schema = pa.ipc.open_stream(first).schema
     for message in messages[1:]:
-        # A batch without arrays would seem to have no rows, and would be skipped.
+        # Refuse a batch without arrays, which would seem to have no rows and would be skipped.
         if len(schema) and not message.head.nodes:
             raise corrupt(url, message.offset, "a batch of columns has no arrays")
     return schema

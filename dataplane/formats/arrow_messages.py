@@ -28,7 +28,7 @@ from dataplane.formats.flatbuf import (
 from dataplane.formats.nulls import children
 from dataplane.formats.source import NEAR_BYTES, PROBE_BYTES, ByteSource, Parts, Window
 
-# Decide whether an index can take all it needs from the size of a record batch.
+# Decide whether the size of a record batch is enough for its index.
 #
 # A file's footer lists the size of each batch. If all columns have fixed widths, a batch of the
 # same size as a batch without nulls has the same number of rows and no nulls, so its metadata need
@@ -114,7 +114,8 @@ def _is_only_solution(nodes: _Nodes, rows: int, alignment: int) -> bool:
     if _body_bytes(nodes, np.array([rows + 1]), alignment)[0] == size:
         return False
     with_all = sum(count * (bits + 1) for count, bits in nodes) / 8
-    # A smaller number of rows may fill at most the padding of all buffers.
+    # Fewer rows than `least` cannot fill this size, even if every array has a validity buffer and
+    # every buffer the most padding.
     least = max(0, int((size - 2 * alignment * len(nodes)) / with_all) - 1)
     if rows - least > _NUMBERS_OF_ROWS_MAX:
         return False
@@ -143,10 +144,10 @@ def _padded(size: NDArray[np.int64] | int, alignment: int) -> NDArray[np.int64] 
 MAGIC = b"ARROW1"
 CONTINUATION = b"\xff\xff\xff\xff"
 METADATA_BYTES_MAX = 256 << 20
-# How many record batches have their metadata read at once, and the size of a padded end mark.
+# The most record batches whose metadata is read in parallel, and the size of a padded end mark.
 _TOGETHER_MAX = 1 << 14
 _END_BYTES = 64
-# With fewer batches of the same size, nothing is saved.
+# The fewest batches of the same size for which comparing sizes saves a read.
 _ALIKE_MIN = 2
 
 
@@ -164,8 +165,9 @@ class Message(Struct, frozen=True):
 
 
 class ArrowFooter(Struct, frozen=True):
-    """The content of a file's footer. `start` is its place, and the end of the messages; `batches`
-    are the record batches in order; `first` is where the first of them or of the dictionaries lies.
+    """The content of a file's footer. `start` is the place of the footer, where the messages end;
+    `batches` are the record batches in order; `first` is the place of the first record batch or
+    dictionary.
     """
 
     start: int
@@ -204,9 +206,9 @@ def _is_schema(metadata: memoryview) -> bool:
 
 
 def file_footer(shard: ShardReader) -> ArrowFooter:
-    """The footer of a file.
+    """Read the footer of a file.
 
-    Raises:  CorruptShard: it is missing or damaged.
+    Raises:  CorruptShard: the footer is missing or damaged.
     """
     url, size = shard.url, shard.size_bytes
     # One read of the end of the file gets the whole footer, unless there are very many batches.
@@ -227,7 +229,7 @@ def file_footer(shard: ShardReader) -> ArrowFooter:
     start = size - 10 - length
     with foreign_faults(url, start, "the footer of the Arrow IPC file is damaged"):
         footer = window.view(start, length)
-        # The start and the end of a file are enough for pyarrow.
+        # pyarrow needs only the start and the end of a file to read the schema.
         ends = pa.py_buffer(b"".join((MAGIC, b"\0\0", footer, tail)))
         first = first_offset(footer)
         return ArrowFooter(
@@ -269,7 +271,7 @@ def _same_as_first(window: Window, footer: ArrowFooter) -> dict[int, memoryview]
         return {}
     try:
         head = message_head(content[8:])
-    except ValueError:  # damaged: reading all messages raises an error that says where
+    except ValueError:  # the metadata is damaged: reading all messages raises a precise error
         return {}
     is_implied = head.body_length == first.body_length and is_implied_by_size(footer.schema, head)
     return {batch.offset: content for batch in alike} if is_implied else {}

@@ -1,4 +1,4 @@
-"""Compares a shard's columns with the dataset's schema, and refuses differences."""
+"""Compare a shard's columns with the dataset's schema, and refuse differences."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def dataset_schema(schema: pa.Schema, url: str) -> pa.Schema:
 
     Raises:  ConfigError: two columns have the same name.  CorruptShard: a name is not UTF-8.
     """
-    # A name that is not UTF-8 raises only when it is accessed.
+    # Access the names here: pyarrow raises for a name that is not UTF-8 only when it is accessed.
     with foreign_faults(url, 0, "the schema of the shard is damaged"):
         names = schema.names
         if len(set(names)) < len(names):
@@ -162,7 +162,7 @@ def _typed(array: pa.Array, field: pa.Field, block: RawBlock) -> pa.Array:
 
 
 def check_rows(url: str, offset: int, expected: int, count: int) -> None:
-    """Refuse a block that does not have as many samples as the manifest says.
+    """Refuse a block whose number of samples differs from the manifest's.
 
     Raises:  CorruptShard.
     """

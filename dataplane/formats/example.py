@@ -167,7 +167,8 @@ def _feature(buffer: memoryview, start: int, end: int) -> Feature:
         if wire != _LEN or number not in KIND_TYPES:
             continue
         if number != kind:
-            # A oneof: of several kinds the last one counts, and lists of one kind are merged.
+            # The kind is a oneof of protobuf: if there are several kinds, the last one counts, and
+            # lists of the same kind are merged.
             kind, spans = number, []
         for inner, inner_wire, value_at, value_end in _fields(buffer, at, stop):
             if inner == 1 and value_end > value_at - (kind == BYTES):

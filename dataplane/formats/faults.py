@@ -9,7 +9,8 @@ import pyarrow as pa
 
 from dataplane.model.errors import CorruptShard, DataplaneError
 
-# pyarrow's errors for damaged bytes. Lack of memory is not among them: the shard is not at fault.
+# The errors of pyarrow and Python for damaged bytes. Errors for lack of memory are left out, since
+# these are not the shard's fault.
 FOREIGN = (
     pa.ArrowInvalid,
     pa.ArrowTypeError,
@@ -82,7 +83,7 @@ def text_of(fault: BaseException) -> str:
     """Return an error's message, even if its __str__ raises."""
     try:
         return str(fault)
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is in somebody else's __str__
+    except Exception as error:  # noqa: BLE001 - another library's __str__ may raise anything
         return f"(its __str__ fails with {type(error).__name__})"
 
 
@@ -129,10 +130,10 @@ def bad_rows(
     fault: DataplaneError,
     kinds: tuple[type[DataplaneError], ...] = (CorruptShard,),
 ) -> dict[int, str]:
-    """Return the rows at which reading fails with errors of these kinds, and why, by halves:
-    reading all of them has failed.
+    """Find the bad rows after reading all rows together has failed with `fault`, by reading halves.
+    Return the rows at which reading fails with errors of these kinds, and why.
 
-    Raises:  `fault`: more than half of the rows are bad, and more than 16; or all, or none.
+    Raises:  `fault`: more than half of the rows, and more than 16, are bad; or all are; or none is.
     """
     bad: dict[int, str] = {}
     todo = [(0, count)]
@@ -153,7 +154,7 @@ def bad_rows(
         bad[first] = str(error).removeprefix(shard).partition("\n")[0][:_REASON_MAX]
         if len(bad) > max(MANY_MIN, count // MANY_SHARE) or len(bad) == count:
             raise fault
-    if not bad:  # it fails for all rows together only
+    if not bad:  # reading fails only for all rows together
         raise fault
     return bad
 

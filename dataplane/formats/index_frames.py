@@ -29,7 +29,7 @@ def encode_index(index: ShardIndex) -> bytes:
 
 
 def decode_index(content: bytes) -> ShardIndex:
-    """The inverse of `encode_index`."""
+    """Invert `encode_index`."""
     return decode_indexes(content)[""]
 
 
@@ -100,7 +100,7 @@ def _schema(serialised: bytes) -> pa.Schema:
 
 
 def decode_indexes(content: bytes) -> dict[str, ShardIndex]:
-    """The indexes of all shards in a log, by key."""
+    """Return the indexes of all shards in a log, by key."""
     schemas: dict[str, pa.Schema] = {}
     found: dict[str, ShardIndex] = {}
     for facts, body in frames_in(content):

@@ -2,9 +2,9 @@
 
 Text of any offset width or encoding is text, and a time is the same in every time zone. Numbers,
 times and decimals of different sizes, units and scales have a joint type if one type holds the
-values of both: no value changes. Only integers of 64 bits beside floats need a check of each value,
-and times in a finer unit, which ends earlier: decoding refuses those that do not fit. Types of
-different kinds have no joint type.
+values of both: no value changes. Two joint types do not hold every value: double, for integers of
+64 bits beside floats, and a finer unit of time, whose range is smaller. Decoding checks each of
+these values, and refuses those that do not fit. Types of different kinds have no joint type.
 
 Formats without a stored schema infer one from a shard's first samples, and mark it as inferred. Two
 inferred schemas may differ only because one sample lacked some values, so a dataset keeps the first
@@ -29,9 +29,7 @@ _MANTISSA_BITS = {16: 11, 32: 24, 64: 53}
 
 
 def _range(kind: pa.DataType) -> tuple[float, float, bool]:
-    """Return the range in which a type holds all integers, and whether it has fractions. That of
-    double is larger than the range of any other type of floats.
-    """
+    """Return the range in which a type holds all integers, and whether the type has fractions."""
     bits = int(kind.bit_width)
     if pa.types.is_floating(kind):
         end = 1 << _MANTISSA_BITS[bits]
@@ -56,7 +54,7 @@ def inferred_schema(columns: Mapping[str, pa.DataType], *, closed: bool = False)
 
 
 def is_inferred(schema: pa.Schema) -> bool:
-    """Whether a schema was inferred."""
+    """Return whether a schema was inferred."""
     return INFERRED_MARK in (schema.metadata or {})
 
 
@@ -122,7 +120,7 @@ def is_readable_as(kind: pa.DataType, expected: pa.DataType) -> bool:
 
 def joint_type(kind: pa.DataType, other: pa.DataType) -> pa.DataType | None:
     """Return a type in which columns of both stored types can be read, preferably the first type;
-    None if their batches differ.
+    None if there is no such type.
     """
     if same_type(kind, other) or pa.types.is_null(other):
         return kind
@@ -139,8 +137,8 @@ def joint_type(kind: pa.DataType, other: pa.DataType) -> pa.DataType | None:
 
 
 def _joint_number(kind: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    """Return the smallest type that holds all numbers of both types. double also stands for
-    integers of 64 bits beside floats, up to 2**53.
+    """Return the smallest type that holds all numbers of both types. For integers of 64 bits beside
+    floats this is double, which holds only integers up to 2**53.
     """
     if not (kind.id in _RANGES and other.id in _RANGES):
         return None

@@ -22,7 +22,7 @@ from dataplane.model.errors import SchemaMismatch
 # In a column of doubles, every integer must have an exact double. A number with a fraction or an
 # exponent becomes the nearest double, as usual, but never infinity.
 
-# From here on, several integers have the same double.
+# From this number on, several integers have the same double.
 LARGE = float(1 << 53)
 UINT64_MAX = (1 << 64) - 1
 _DIGITS_MAX = 400  # no double has more digits before its point
@@ -181,8 +181,8 @@ def _numbers(value: Any, kind: pa.DataType, path: Path) -> Iterator[tuple[Path, 
 _BEFORE, _AFTER = bytes(WORD_BYTES), bytes(2 * WORD_BYTES)
 _COLON, _SPACE, _QUOTE, _BACKSLASH, _OPEN, _CLOSE, _NULL = b': "\\[]n'
 _ENDS_NAME = ~np.isin(np.arange(256), list(b"\\: ,[{\t"))
-"""Bytes that may precede the quote that ends a name. After any other byte, a quote begins a text or
-is part of one. Names that end with one of those other bytes are missed here.
+"""For each byte, whether the quote after it may end a name. After a false byte, a quote begins a
+text or is part of a text, so the scan misses names that end with such a byte.
 """
 _VALUES, _NULLS, _EMPTY_LISTS = range(3)
 """For each key, whether values, only nulls, or only lists of nulls were seen so far."""
@@ -230,7 +230,7 @@ class KnownKeys:
 
 
 def _keys(fields: Iterable[tuple[str, pa.DataType]]) -> Iterator[tuple[str, int]]:
-    """Yield the keys of all levels, and what was seen for each."""
+    """Yield the keys of all levels, each with `_VALUES`, `_NULLS` or `_EMPTY_LISTS`."""
     for name, kind in fields:
         value = kind
         while pa.types.is_list(value):

@@ -61,7 +61,7 @@ from dataplane.model.errors import CorruptShard, SchemaMismatch
 from dataplane.model.records import Region
 from dataplane.plan.columns import UNKNOWN
 
-# Decoded bytes per stored byte, at most: [1,2] takes two bytes a value and becomes int64.
+# The most decoded bytes per stored byte: in [1,2], a value takes two bytes and becomes an int64.
 GROWTH = 4
 ROW_BYTES = 64
 LINE_BYTES_MAX = 1 << 30
@@ -115,7 +115,7 @@ class JsonLines:
 
     name = "jsonl"
     suffixes = BY_FORMAT["jsonl"]
-    index_version = 1  # raised for: fields of the whole shard
+    index_version = 1  # raised when indexes got the fields of the whole shard
 
     def index(self, shard: ShardReader) -> ShardIndex:
         """Implement `Format.index`: count lines and search for new fields in one pass. Only the
@@ -147,7 +147,7 @@ class JsonLines:
         check_columns(schema, columns)
         source = block_source(block, compressed=holds_compressed(block))
         body, base = source.view(source.base, source.length), source.base
-        # Fields that differ from shard to shard are never requested.
+        # Leave out fields that differ from shard to shard: they are never requested.
         alike = {f.name: f.type for f in schema if differing(f) is None}
         explicit = inferred_schema(alike, closed=len(alike) == len(schema))
         _check_shape(block.url, body, base)
@@ -157,7 +157,7 @@ class JsonLines:
         except FOREIGN as fault:
             _explain(block.url, body, base, explicit, fault)
         if table.num_rows != block.rows:
-            # Perhaps two objects on one line: check line by line.
+            # Check line by line: one line may have two objects.
             _find(block.url, body, base, explicit)
         check_rows(block.url, base, block.rows, table.num_rows)
         if any(has_large(column) for column in table.columns):
@@ -196,7 +196,8 @@ def _blocks(
         codes = np.frombuffer(piece, np.uint8)
         ends = np.flatnonzero(codes == 10)
         if len(ends):
-            # The first line began in an earlier piece: `blank` says whether that was blank.
+            # The first line may have begun in an earlier piece: `blank` says whether its beginning
+            # was blank.
             blank = blank and not bytes(piece[: ends[0]]).strip(_WHITESPACE)
             rows += len(ends) - int(blank) - _blank_count(piece, codes, ends)
             cut = int(ends[-1]) + 1
@@ -269,15 +270,15 @@ def _sampled(source: ByteSource) -> _Sample:
 
 
 def _inferred_apart(url: str, lines: bytes, fault: CorruptShard) -> _Sample:
-    """Infer the types of the lines that are not broken: decoding reports those that are, if they
-    are ever read.
+    """Infer the types of the lines that are not broken. Decoding reports broken lines, if they are
+    ever read.
     """
     full = [line for line in lines.splitlines(keepends=True) if line.strip(_WHITESPACE)]
 
     def read(first: int, stop: int) -> None:
         try:
             _inferred(url, b"".join(full[first:stop]), 0)
-        except SchemaMismatch:  # not a broken line
+        except SchemaMismatch:  # the lines contradict each other, but none is broken
             return
 
     broken = bad_rows(read, len(full), fault)
@@ -303,8 +304,9 @@ def _inferred(url: str, lines: bytes, base: int) -> _Sample:
 
 
 class _FieldSurvey:
-    """Collects the fields of a shard's lines: those of the sample, and those that occur, or have
-    values, only in a later block. Only blocks that may have such fields are parsed.
+    """Collects the fields of a shard's lines: the fields of the sample, and fields that occur, or
+    have values, only in a later block. Of the later blocks, only those that may have such fields
+    are parsed.
     """
 
     def __init__(self, url: str, sample: _Sample) -> None:
@@ -344,15 +346,15 @@ def _check_shape(url: str, body: memoryview, base: int) -> None:
     """Refuse lines that are not objects, or that are nested more deeply than the parser's stack
     allows.
 
-    The parser continues after the end of an unfinished line and keeps its nesting depth. If each
-    line starts with { and ends with }, it cannot: a { after an unfinished value is an error.
+    The parser continues after the end of an unfinished line and keeps its nesting depth. It cannot
+    do so if each line starts with { and ends with }: a { after an unfinished value is an error.
     """
     codes = np.frombuffer(body, np.uint8)
     ends = np.append(np.flatnonzero(codes == ord("\n")), len(codes))
     starts = np.append(0, ends[:-1] + 1)
     full = np.flatnonzero(ends > starts)
     starts, ends = starts[full], ends[full]
-    # Setting one bit turns [ into {, and ] into }.
+    # Setting one bit turns [ into {, so one comparison finds both.
     opens = np.flatnonzero((codes | 0x20) == ord("{"))
     counts = np.searchsorted(opens, ends) - np.searchsorted(opens, starts)
     plain = (codes[starts] == ord("{")) & (codes[ends - 1] == ord("}")) & (counts <= DEPTH_MAX)
@@ -389,7 +391,7 @@ def _as_text(kind: pa.DataType) -> pa.DataType:
 
 def _read(body: memoryview, schema: pa.Schema | None) -> pa.Table:
     """Parse lines into a table of this inferred schema, or infer one."""
-    # One piece if possible: a line may not be longer than the parser's block.
+    # Parse in one piece if possible: the parser refuses lines longer than its block.
     size = min(len(body) + 1, LINE_BYTES_MAX)
     explicit = (
         None if schema is None else pa.schema([(f.name, parser_type(f.type)) for f in schema])

@@ -15,7 +15,7 @@ WORD_BYTES = 8
 """Names are compared in words of this many bytes. Before every place there must be one word of
 data, and after it two."""
 _FEW = 16
-"""Up to this many names are compared one after the other; more are searched for."""
+"""Up to this many names are compared one after the other; more names are found by binary search."""
 
 
 class KnownNames:
@@ -90,11 +90,11 @@ class KnownNames:
 
 
 def _word_at(words: NDArray[np.uint64], places: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Read the words at these places. numpy takes five times as long for unaligned words, so each
-    is combined from two aligned ones.
+    """Read the words at these places. numpy takes five times as long to read unaligned words, so
+    each word is combined from two aligned ones.
     """
     at, shift = places >> 3, ((places & 7) << 3).astype(np.uint64)
-    # Shifted in two steps, since shifting by 64 bits does nothing.
+    # Shift in two steps, since C does not define a shift by all 64 bits.
     above = words.take(at + 1) << (np.uint64(63) - shift) << np.uint64(1)
     return (words.take(at) >> shift) | above
 

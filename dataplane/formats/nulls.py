@@ -37,7 +37,7 @@ def is_flat(schema: pa.Schema) -> bool:
 
 
 def children(kind: pa.DataType) -> Sequence[pa.Field]:
-    """The fields directly below a type."""
+    """Return the fields directly below a type."""
     if kind.id in _CHILDLESS:
         return ()
     if isinstance(kind, pa.BaseExtensionType):
@@ -48,14 +48,14 @@ def children(kind: pa.DataType) -> Sequence[pa.Field]:
 
 
 def node_count(fields: Sequence[pa.Field] | pa.Schema) -> int:
-    """How many field nodes there are."""
+    """Return the number of field nodes of these fields."""
     if isinstance(fields, pa.Schema) and is_flat(fields):
         return len(fields)
     return sum(1 + node_count(children(field.type)) for field in fields)
 
 
 def field_nodes(fields: Sequence[pa.Field] | pa.Schema) -> Iterator[pa.Field]:
-    """Every field node, in order."""
+    """Yield every field node, in order."""
     for field in fields:
         yield field
         yield from field_nodes(children(field.type))
@@ -112,7 +112,7 @@ def alignment(expected: pa.Schema, stored: pa.Schema) -> list[int]:
 def _alignment(expected: pa.DataType, stored: pa.DataType, at: int) -> list[int]:
     below, others = children(expected), children(stored)
     if pa.types.is_run_end_encoded(stored) and not pa.types.is_run_end_encoded(expected):
-        return [NOT_KNOWN] * (1 + node_count(below))  # the nulls are in the values
+        return [NOT_KNOWN] * (1 + node_count(below))  # the shard counts runs of nulls, not nulls
     out, at = [at], at + 1
     if [child.name for child in below] == [other.name for other in others] or (
         len(below) == len(others) == 1

@@ -91,7 +91,7 @@ class Parquet:
             slack = _slack_bytes(metadata.created_by)
             blocks = tuple(_blocks(facts, tree, counter, shard.url, footer, slack))
             row_count = sum(block.rows for block in blocks)
-            if facts.rows > row_count:  # early writers in Rust state fewer rows
+            if facts.rows > row_count:  # accept fewer rows, which early writers in Rust state
                 raise ValueError(f"it states {facts.rows} rows, its row groups {row_count}")
             schema = metadata.schema.to_arrow_schema()
             nulls = array("q", counter.counts(schema).tobytes())
@@ -285,7 +285,7 @@ def _opened(
         spliced(block.shard_bytes, pieces),
         metadata=metadata,
         memory_map=False,
-        pre_buffer=False,  # its threads may outlive the interpreter
+        pre_buffer=False,  # threads that read ahead may outlive the interpreter
         page_checksum_verification=True,
         coerce_int96_timestamp_unit=int96_unit,
     )
@@ -347,8 +347,9 @@ def _wrapped_times(read: pa.Array, true: pa.Array) -> Iterator[str]:
         if not len(seconds) or (seconds.min() > -_SECONDS_MAX and seconds.max() < _SECONDS_MAX):
             return
         off = seconds - nanoseconds // 10**9
-        # Early Arrow wrote times before 1970 with a negative time of day; read as seconds, these
-        # are 2**64 ns later. A time that truly is 2**64 ns later is no whole microsecond here.
+        # Early Arrow wrote times before 1970 with a negative time of day. Read as seconds, these
+        # are 2**64 ns later. Accept them: they are whole microseconds here, but times that truly
+        # are 2**64 ns later are not.
         is_early = (np.abs(off - 2**64 // 10**9) <= 1) & (nanoseconds % 1000 == 0)
         for at in np.flatnonzero((np.abs(off) > 1) & ~is_early).tolist():
             yield str(seconds[at].astype("M8[s]"))

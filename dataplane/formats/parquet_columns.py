@@ -54,7 +54,7 @@ class SchemaTree(Struct, frozen=True, eq=False):
 def schema_tree(elements: Int64) -> SchemaTree:
     """Build the tree from FooterFacts.elements.
 
-    Raises:  ValueError: it is empty, or too deep.
+    Raises:  ValueError: the schema is empty, or nested too deeply.
     """
     if not len(elements):
         raise ValueError("the schema has no elements")
@@ -253,7 +253,9 @@ class _Walk:
         self.counts.append(NEVER)
         if field.nullable:
             above = (*above, _Nullable(node, level, is_struct))
-            self.counts[node] = 0  # only leaves have counts, and these include a struct's nulls
+            # Without a histogram of levels, a struct keeps 0: the counts of its leaves include the
+            # struct's nulls.
+            self.counts[node] = 0
             level += 1
         below = children(kind)
         for child in below:
@@ -319,7 +321,8 @@ def _bounds(column: pq.ColumnChunkMetaData, rows: int) -> ColumnBounds:
     lowest, highest = ends
     if lowest is None or highest is None or lowest != lowest or highest != highest:  # noqa: PLR0124
         return ColumnBounds(rows, nulls)
-    # Writers may shorten long texts, and ignore NaN.
+    # Bounds of floats do not cover NaN, which writers ignore. Bounds of texts and bytes are not
+    # exact, since writers may shorten long values.
     is_float = isinstance(lowest, float)
     is_exact = not isinstance(lowest, str | bytes)
     return ColumnBounds(rows, nulls, lowest, highest, is_exact, is_float)

@@ -50,7 +50,8 @@ ROWS, COLUMN_COUNT = range(2)
 (
     FLAGS, VALUES, DECODED_BYTES, BYTES, FIRST_PAGE, DICTIONARY, LONGEST_BOUND, NULLS, LEVELS,
 ) = range(9)  # fmt: skip
-# FLAGS: a column is in another file, has metadata, is encrypted; and which numbers are present.
+# Bits of FLAGS: the column is in another file, has metadata, is encrypted; the numbers that are
+# present.
 OTHER_FILE, METADATA, ENCRYPTED = 1, 2, 4
 PRESENT = {VALUES: 8, DECODED_BYTES: 16, BYTES: 32, FIRST_PAGE: 64}
 FIELDS = {VALUES: 5, DECODED_BYTES: 6, BYTES: 7, FIRST_PAGE: 9, DICTIONARY: 11}
@@ -125,7 +126,7 @@ class FooterCuts(Struct, frozen=True, eq=False):
 def cut_footer(content: memoryview) -> FooterCuts:
     """Find the row groups in this FileMetaData, without parsing them.
 
-    Raises:  ValueError: it is not a FileMetaData.
+    Raises:  ValueError: the content is not a FileMetaData.
     """
     given, room = np.frombuffer(content, np.uint8), _CUT_GROUPS
     while True:
@@ -151,9 +152,9 @@ def facts_library() -> ctypes.CDLL:
 
 def read_footer(content: bytes | memoryview) -> FooterFacts:
     """Parse the FileMetaData at the beginning of `content`. The resulting tables take at most 72
-    bytes for each byte of it.
+    bytes for each byte of the FileMetaData.
 
-    Raises:  ValueError: it is not a FileMetaData.
+    Raises:  ValueError: the content is not a FileMetaData.
     """
     counts = np.zeros(7, np.int64)
     given = np.frombuffer(content, np.uint8)

@@ -27,7 +27,7 @@ from dataplane.base.suffixes import names_a_shard, path_of, suffix_of
 from dataplane.formats.base import Format
 from dataplane.model.errors import ConfigError
 
-# Identifies files that no format reads, by their names, and says what to do with them.
+# Identify files that no format reads by their names, and advise what to do with them.
 
 _CONVERT = "write it as Parquet, Arrow, TFRecord, tar or JSON lines, which are read as they are"
 _AS_DATASET = "pass a torch Dataset that reads it as the first argument"
@@ -117,7 +117,8 @@ def _known_kind(url: str) -> tuple[str, str] | None:
 
 
 GROUP = "dataplane.formats"
-# Raised when the results of `index` change, so that cached indexes are made again.
+# Raise this number when the results of `index` change for any format, so that cached indexes are
+# made again.
 INDEX_VERSION = 3
 
 # The module and class of each format, imported on demand: reading one format imports no other.
@@ -146,7 +147,7 @@ def _is_declared(group: str) -> bool:
     for folder in sys.path:
         try:
             names = os.listdir(folder or ".")  # noqa: PTH208
-        except NotADirectoryError:  # packages in a zip file
+        except NotADirectoryError:  # a zip file, which may contain packages
             return True
         except OSError:
             continue
@@ -195,7 +196,7 @@ def _built_in(name: str) -> Format:
 def by_name(name: str) -> Format:
     """Return the format of this name.
 
-    Raises:  ConfigError: there is none.
+    Raises:  ConfigError: no format has this name.
     """
     if name in BUILT_IN:
         return _built_in(name)
@@ -209,7 +210,7 @@ def by_name(name: str) -> Format:
 def format_of_url(url: str) -> Format | None:
     """Return the format with the longest suffix that matches the url's path."""
     path = suffixes.path_of(url)
-    # The suffixes are grouped by last letter for speed: a listing may have a million urls.
+    # Compare only suffixes with the same last letter, since a listing may have a million urls.
     for suffix, name in _by_end().get(path[-1:], ()):
         if path.endswith(suffix):
             return by_name(name)

@@ -60,7 +60,8 @@ def inflate(url: str, pieces: Iterable[Buffer]) -> Iterator[bytes]:
         rest: bytes | memoryview = feed
         while rest or engine is not None:
             if engine is None:
-                # Zeros after the members, up to a device's block size, are allowed; nothing else.
+                # Skip zeros after a member, with which devices fill a block. Anything else must be
+                # another member.
                 rest = bytes(rest).lstrip(b"\0") if members else rest
                 if not rest:
                     break
@@ -117,8 +118,8 @@ def _check_bomb(url: str, fed: int, made: int) -> None:
 # The target size of a block of records: large enough that one ranged read is worth its latency, and
 # small enough that a shuffle window of many open blocks fits into memory.
 BLOCK_BYTES = 4 << 20
-# Skipping less than this is slower than reading it: a request to a store costs as much as about
-# one MiB of transfer.
+# Skipping fewer bytes than this is slower than reading them: a request to a store costs as much as
+# the transfer of about one MiB.
 NEAR_BYTES = 1 << 20
 _READS_AT_ONCE = 8
 
@@ -160,8 +161,8 @@ class Window:
 
 
 class Parts:
-    """A shard; several of its ranges are read at a time. `known` contains the bytes of ranges that
-    were read before, by offset.
+    """A shard of which the ranges `places` are read at once, and other ranges through `rest`.
+    `known` contains the bytes of ranges that were read before, by offset.
 
     Raises:  StoreError and its subclasses, as the shard does.
     """
@@ -222,7 +223,7 @@ class Memory:
 
     @property
     def length(self) -> int:
-        """How many bytes there are."""
+        """The number of bytes in memory."""
         return len(self._body)
 
     def view(self, offset: int, length: int) -> memoryview:

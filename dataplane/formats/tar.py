@@ -3,7 +3,7 @@
 A sample is the run of members that share a key: the path up to the first dot of the file's name.
 The rest of the name, in lower case, is the field. Directories, names without a dot or that start
 with one, and names in double underscores are skipped, as the webdataset library does. A shard in
-in which the members of a key are not adjacent is refused.
+which the members of a key are not adjacent is refused.
 
 Schema: `__key__`, then the fields of the shard in the order of occurrence, images of several
 extensions as one column (see FieldSurvey). cls, cls2, index, inx and id are int64 where all values
@@ -211,8 +211,8 @@ def with_fields(schema: pa.Schema, columns: Mapping[str, Sequence[str]]) -> pa.S
 
 
 def column_of(schema: pa.Schema, field: str) -> tuple[str, bool]:
-    """Return the only column of such images, and whether it has the same kind; "" if there
-    is none.
+    """Return the image column to which a field belongs, and whether the column has images of the
+    same kind; "" if no column or several columns fit.
     """
     prefix, kind = _image_kind(field)
     kinds = dict[str, set[str]]()
@@ -296,7 +296,7 @@ class Tar:
 
     name = "tar"
     suffixes = BY_FORMAT["tar"]
-    index_version = 1  # fields of the whole shard, images as one column
+    index_version = 1  # raised when indexes got the fields of the whole shard, and joint images
 
     def index(self, shard: ShardReader) -> ShardIndex:
         """Implement `Format.index`: one pass over the headers."""
@@ -371,7 +371,7 @@ class Tar:
 
 
 def is_new_field(schema: pa.Schema, field: str) -> bool:
-    """Whether a field that the dataset's first shard lacks is a column of its own. In a tar
+    """Return whether a field that the dataset's first shard lacks is a column of its own. In a tar
     dataset, an image with such a field may belong to an image column of the first shard, or be
     refused when it is read.
     """
@@ -414,7 +414,9 @@ def _block(rows: int, start: int, end: int) -> Block:
 
 
 def _is_integer(head: Memory, member: TarMember) -> bool:
-    """Whether a member's content is an integer; content beyond the sampled bytes counts as one."""
+    """Return whether a member's content is an integer. Content beyond the sampled bytes counts as
+    an integer.
+    """
     if member.size > 64:
         return False
     content = head.view(member.body, member.size)

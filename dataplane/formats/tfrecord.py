@@ -8,9 +8,9 @@ block.
 The schema comes from the first records of each shard (at most 1,000, and at most one block), and
 from later records with new features. bytes_list is binary, int64_list is int64, float_list is
 float32. A feature is a scalar if it has exactly one value in each of these records, else a list. A
-feature that a record lacks is null; in a scalar column, so is one without values. A feature that no
-index has is refused where all columns are read. Columns are sorted by name, since the order of a
-protobuf map means nothing.
+feature that a record lacks is null; in a scalar column, a feature without values is null, too. A
+job that reads all columns refuses a feature that no index has. Columns are sorted by name, since
+the order of a protobuf map means nothing.
 
 Source:  https://www.tensorflow.org/tutorials/load_data/tfrecord
 """
@@ -64,7 +64,7 @@ class TfRecord:
 
     name = "tfrecord"
     suffixes = BY_FORMAT["tfrecord"]
-    index_version = 1  # raised for: features of the whole shard
+    index_version = 1  # raised when indexes got the features of the whole shard
 
     def index(self, shard: ShardReader) -> ShardIndex:
         """Implement `Format.index`: one pass over the records."""
@@ -192,8 +192,8 @@ def _records(
         if end is not None and at > end:
             raise _cut_off(source.url, start, length, number)
         yield start, start + length
-        # Without a known end, reading the record's last byte shows whether it is complete. This is
-        # done after the record, since a compressed source only goes forward.
+        # If the end is not known, read the record's last byte to find out whether the record is
+        # complete. Do so after the yield, since a compressed source is only read forward.
         if end is None and not len(source.view(at - 1, 1)):
             raise _cut_off(source.url, start, length, number)
         number += 1
@@ -279,7 +279,8 @@ def _sampled(source: ByteSource) -> _Sample:
         if at == 0 and end > len(head) and _has_right_length(head):
             head = source.view(0, end)
         if end > len(head):
-            # The record is cut off by the sample, truncated or damaged: the full pass decides.
+            # The record runs over the end of the sample, is truncated, or is damaged: the pass over
+            # all records finds out.
             break
         sample = Memory(source.url, head[:end], 0)
         start, stop = next(_records(sample, at, end, records))
@@ -350,7 +351,7 @@ class _Survey:
             self._look_through()
 
     def features(self) -> dict[bytes, _Features]:
-        """The features of the sample and of the other records.
+        """Return the features of the sample and of the other records.
 
         Raises:  SchemaMismatch: a feature has several kinds.
         """
@@ -358,7 +359,7 @@ class _Survey:
         return self._sample.features | self._late
 
     def growth(self) -> float:
-        """Decoded bytes per stored byte."""
+        """Estimate the decoded bytes per stored byte."""
         return self._sample.growth + MARGIN * self._late_growth
 
     def _look_through(self) -> None:

@@ -2,8 +2,8 @@
 
 Some types are never possible. Other reasons are known only from the file (encrypted pages, an
 unknown codec): the format's `index` writes them as marks into the field's metadata. Columns that
-differ from shard to shard have such a mark in the dataset's schema. It names shards by number, not
-by url, so that copies of a dataset have the same schema.
+differ from shard to shard have such a mark in the dataset's schema. The mark names shards by
+number, not by url, so that copies of a dataset have the same schema.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def mismatch_of(
     also: Sequence[str] = (),
 ) -> SchemaMismatch:
     """Return the error for a request of a differing column. `others` are the columns that can be
-    read, `also` those that differ too.
+    read, `also` the other columns that differ.
     """
     (first, second), (expected, second_type) = map(url_of, difference.shards), difference.nouns
     way = f", or select the others with columns=[…]: {_some(others)}" if others else ""
@@ -101,8 +101,8 @@ def refuse_differing(schema: pa.Schema, names: Sequence[str], url_of: Callable[[
 
 
 UNSUPPORTED_MARK = b"dataplane.unsupported"
-# Intervals of months, and of days with milliseconds, by Arrow's type ids. pyarrow 22 and later name
-# them, but cannot make arrays of them, unlike month_day_nano_interval.
+# Arrow's type ids of intervals of months, and of days with milliseconds. pyarrow 22 and later have
+# names for these types, but cannot make arrays of them, unlike month_day_nano_interval.
 _INTERVALS = frozenset({21, 22})
 _NAMES_SHOWN = 10
 

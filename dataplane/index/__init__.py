@@ -1,5 +1,6 @@
 """Make a dataset's manifest: list its shards and index their blocks. Used by nodes and commands.
 
 The door: `indexing` opens a dataset and shows the progress of slow work, `viewing` opens a view of
-it and says what is known of its shards, and `journal` keeps both for later runs.
+a dataset and gives advice about its folders, and `journal` caches manifests and shard indexes for
+later runs.
 """

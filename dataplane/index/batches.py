@@ -1,18 +1,19 @@
 """Index many remote shards in batches: fetchers read parts of them, and workers parse these.
 
-For single shards the node reads itself. All of its threads share one interpreter lock, so it reads
-about 1,500 shards a second at most, on any number of processors. A message about a whole batch
-costs the node about as much as one about a single shard.
+If shards are indexed one by one, the node itself reads them. All of its threads share one
+interpreter lock, so it reads about 1,500 shards a second at most, on any number of processors. A
+message about a whole batch costs the node about as much as a message about a single shard.
 
 Invariants:
 1. Every batch that is sent ends exactly once: with the indexes of all or some of its shards, or
-   with none if a process has ended. No shard is blamed here: `IndexProcesses` indexes those that
-   are left out one by one, and reports what is wrong with them.
-2. A fetcher that has reads and ends none of them for a while is killed. One that has ended is
+   with no index if a process has ended. No shard is blamed here: `IndexProcesses` indexes the
+   shards that are left out one by one, and reports their errors.
+2. A fetcher that finishes none of its reads for a while is killed. A fetcher that has ended is
    replaced only if it has read something.
-3. A fetcher leaves out what it cannot read within the budget of its stores. The node reads that
-   later, and waits for the store as long as its own budget allows.
-4. If a store asks a fetcher for a pause, the whole host keeps it, and fetchers keep the host's.
+3. A fetcher leaves out parts that it cannot read within the budget of its stores. The node reads
+   these later, and waits for the store as long as its own budget allows.
+4. If a store asks a fetcher for a pause, all processes of the host keep the pause; fetchers also
+   keep the pauses of the host's other processes.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ TellEnd = Callable[[BatchEnd], None]
 OneOfMany = Callable[[], AbstractContextManager[IndexerProcess]]
 
 _SHARDS_MAX = 64
-"""In a batch. Built-in formats read at most 8 MiB of so many at first."""
+"""The most shards in a batch. Of this many shards, built-in formats first read 8 MiB at most."""
 _BATCHES_A_FETCHER = 4
 _USELESS_MAX = 256
-"""When shards that were left out, though they could be read, outnumber the others by this, no more
-batches are made.
+"""No more batches are made once the shards that were left out although they could be read outnumber
+the indexed ones by more than this.
 """
 _LOOK_S = 0.25
 _ARENA_BYTES = 4096
@@ -67,7 +68,8 @@ class PartsFetcher:
         self._numbers = itertools.count(1)
         self._waiting: dict[int, Future[tuple[bytes | None, ...]]] = {}
         self._child = Child("fetcher", _NO_LIMIT, fetches.FromFetcher, self._hear, self._lost)
-        arena = Arena.create("dataplane-index", _ARENA_BYTES)  # it writes nothing there
+        # A fetcher must be given an arena, but this one writes nothing into it.
+        arena = Arena.create("dataplane-index", _ARENA_BYTES)
         try:
             self._child.send(fetches.ToFetcher(start), (arena.fd, arena.fd))
         finally:
@@ -106,8 +108,8 @@ class PartsFetcher:
         self._child.kill()
 
     def _slow_down(self, pause: StorePause) -> None:
-        """Report a store's pause to the process. Does not wait: if its socket is full of unread
-        orders, it sends no requests either.
+        """Report a store's pause to the process, without waiting. If the socket is full of unread
+        orders, the pause is not reported: such a process sends no requests, either.
         """
         self._child.send_now(fetches.ToFetcher(pause))
 
@@ -135,8 +137,8 @@ class PartsFetcher:
 
 
 class IndexBatches:
-    """The batches of one run, for a list of this many shards of one format. As many fetchers as the
-    list is worth, up to `fetcher_count`, read for the processes that `one_of_many` gives.
+    """The batches of one run, for a list of `shard_count` shards of one format. One fetcher for
+    each batch, but at most `fetcher_count`, read for the processes that `one_of_many` gives.
     """
 
     def __init__(
@@ -162,12 +164,12 @@ class IndexBatches:
 
     @property
     def has_room(self) -> bool:
-        """Whether a batch can be begun now."""
+        """Whether a batch can be sent now."""
         return not self.is_over and self._batches < _BATCHES_A_FETCHER * self._fetcher_count
 
     @property
     def is_over(self) -> bool:
-        """Whether no batch will be begun any more."""
+        """Whether no batch can be sent any more."""
         return not self._fetcher_count or self._useless > _USELESS_MAX or self._stop.is_set()
 
     @property
@@ -199,18 +201,19 @@ class IndexBatches:
         indexes: Mapping[int, ShardIndex] = {}
         try:
             indexes = self._indexed(listed)
-        except (IndexerEnded, DataplaneError):  # `IndexProcesses` indexes its shards alone
+        except (IndexerEnded, DataplaneError):  # `IndexProcesses` indexes these shards one by one
             pass
-        except Exception as error:  # noqa: BLE001 - after what it has parsed, it may say anything
+        except Exception as error:  # noqa: BLE001 - a hostile shard may have corrupted the worker
             _trace.failed("a worker that indexes sent an invalid answer", error=repr(error))
         with self._changing:
             self._batches -= 1
         tell(BatchEnd(shards, {shards[at]: index for at, index in indexes.items()}))
 
     def _indexed(self, listed: Sequence[ObjectInfo]) -> Mapping[int, ShardIndex]:
-        """Index these shards. Return those that are not left out, by their place in the list.
+        """Index these shards. Return the indexes of those that are not left out, by their place in
+        the list.
 
-        Raises:  IndexerEnded, DataplaneError: a process has ended, or none could be started.
+        Raises:  IndexerEnded, DataplaneError: a process has ended, or could not be started.
         """
         fetcher = self._fetcher()
 
@@ -267,9 +270,9 @@ class IndexBatches:
         )
 
     def _fetcher(self) -> PartsFetcher:
-        """Return the fetcher with the fewest batches; a new one if all have some.
+        """Return the fetcher with the fewest batches, or a new fetcher if all are busy.
 
-        Raises:  DataplaneError: there is none.
+        Raises:  DataplaneError: there is no fetcher, and none can be started.
         """
         with self._changing:
             if self._stop.is_set():

@@ -2,7 +2,8 @@
 
 1. Blocks are counted in stretches, each once: stretches counted before a failure, an interruption
    or the addition of shards are not counted again.
-2. Only the columns that the view needs are read, and no block whose statistics decide.
+2. Only the columns that the view needs are read. A block whose statistics already give its count is
+   not read.
 3. Remembered counts are used only for the same shard (url, size, etag) and the same blocks of it.
 """
 
@@ -39,9 +40,10 @@ from dataplane.transforms.row_filter import RowFilter
 COUNT_VERSION = 3
 """Grows when the same view of the same rows may have other counts."""
 _STRETCH_BLOCKS = 32
-# Hashing this many takes a second or two.
+# Counts of shares are cached from this many rows on: hashing these takes a second or two.
 _ROWS_CACHED = 1 << 28
-# More of them would wait for one another in the processes, which decode two blocks at a time.
+# More stretches at once would only wait for one another in the processes, which decode two blocks
+# at a time.
 _COUNTED_AT_ONCE = 16
 
 KEPT = 4
@@ -50,7 +52,8 @@ VIEWS_KEPT = 256
 _trace = Trace("node")
 
 CountRows = Callable[[StoredShard, tasks.CountRows, int], Int64]
-"""Counts the rows of blocks of a shard. The largest of these blocks decodes to so many bytes."""
+"""Counts the rows of blocks of a shard. The number is the decoded size of the largest of these
+blocks, in bytes."""
 
 
 class _Stretch(Struct, frozen=True):
@@ -146,7 +149,7 @@ class _Run:
         self._bytes_done = 0
 
     def name(self) -> str:
-        """The name under which counts are remembered."""
+        """Return the name under which counts are remembered."""
         version = (registry.INDEX_VERSION, self._manifest.format)
         return digest(version, view_name(self._view), *self._manifest.urls)
 
@@ -263,7 +266,7 @@ class _Preambles:
         self._read: OrderedDict[str, Future[bytes]] = OrderedDict()
 
     def of(self, shard: StoredShard, place: Region) -> tuple[tasks.ShardPart, ...]:
-        """Read the preamble of this shard; return nothing if a process reads it itself."""
+        """Read the preamble of this shard; return nothing if the process reads the shard itself."""
         if not place.length or local_path(shard.url) is not None:
             return ()
         with self._lock:
@@ -281,7 +284,9 @@ class _Preambles:
 
 
 def _projection(manifest: Manifest, is_wanted: list[bool]) -> Projection | None:
-    """Return the bytes that need not be read, if the index knows where columns lie."""
+    """Return the bytes that need not be read; None if the places of columns are unknown, or all
+    columns are wanted.
+    """
     places = manifest.column_places
     if places is None or places.column_count != len(is_wanted) or all(is_wanted):
         return None

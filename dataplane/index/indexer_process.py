@@ -1,8 +1,8 @@
-"""The workers that index, seen from the node; and its other children in a thread of their own.
+"""The node's side of the workers that index, and of other child processes with a thread each.
 
 Invariants:
-1. Every task given to the process ends: with its answer, its error, or the way the process ended.
-2. The node's threads read for it, from stores.
+1. Every task given to a worker ends: with its answer, its error, or the way the process ended.
+2. A worker reads no store: threads of the node read for it.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ Order = tasks.IndexShard | tasks.CountRows
 
 
 class Child:
-    """A process of this role, our end of its socket, and the thread that receives its messages.
-    `hear` gets each message, and `lost`, once, the exit status and the last words of the process,
-    and whether it was started; both are called in that thread.
+    """A process of this role, our end of its socket, and the thread that receives its messages. In
+    this thread, `hear` is called with each message, and `lost` once, with the exit status of the
+    process, its last words, and whether it was started.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Child:
     def send_now(self, value: object) -> None:
         """Send a message, unless the process is gone or reads none of its messages."""
         poll = select.poll()
-        with contextlib.suppress(OSError, ValueError, PeerLost):  # its socket is closed
+        with contextlib.suppress(OSError, ValueError, PeerLost):  # raised if the socket is closed
             poll.register(self._sock, select.POLLOUT)
             if poll.poll(0):
                 local.send(self._sock, value)
@@ -96,7 +96,8 @@ class Child:
         self._receiver.join()
 
     def _receive(self) -> None:
-        with contextlib.suppress(DataplaneError):  # it is gone, or sent an invalid message
+        # Stop receiving when the process is gone, or has sent an invalid message.
+        with contextlib.suppress(DataplaneError):
             while True:
                 said, descriptors = local.receive(self._sock, self._envelope)
                 for fd in descriptors:
@@ -119,8 +120,8 @@ class IndexerEnded(Exception):
 
 
 class _Task(Struct, eq=False):
-    """One shard, or a batch, in a process, until `stop`. `reads` are its reads in flight; `failure`
-    is the error of one of them.
+    """One shard, or a batch, in a process, until `stop`. `reads` counts the task's reads in flight;
+    `failure` is the error of a read.
     """
 
     stop: threading.Event
@@ -150,7 +151,7 @@ class IndexerProcess:
     ) -> bytes:
         """Return the process's answer about a shard.
 
-        Raises:  IndexerEnded: there is none; the reason is added to `ends`.
+        Raises:  IndexerEnded: the process ended without an answer; the reason is added to `ends`.
         """
         task = _Task(shard.stop)
         try:
@@ -168,9 +169,10 @@ class IndexerProcess:
         stop: threading.Event,
         timeout_s: float,
     ) -> tasks.BatchIndexed:
-        """Return the process's answer about a batch; `read` reads what it requests for that.
+        """Return the process's answer about a batch; `read` reads the parts that the process
+        requests.
 
-        Raises:  IndexerEnded: there is none.  ClosedError: `stop` is set.
+        Raises:  IndexerEnded: the process ended without an answer.  ClosedError: `stop` is set.
         """
         task = _Task(stop)
         with self._task(task) as number:
@@ -242,7 +244,7 @@ class IndexerProcess:
         """Read for a shard, and send the bytes; runs in a thread of the node."""
         try:
             answer = _bytes_for(task, shard, asked)
-        except BaseException as error:  # noqa: BLE001 - raised for the shard, also a panic
+        except BaseException as error:  # noqa: BLE001 - raised where the shard waits, even a panic
             task.failure = error
             answer = tasks.ShardBytes(asked.request, has_failed=True)
         with self._changing:
@@ -264,8 +266,8 @@ class IndexerProcess:
                 task.arrived.put(None)
 
     def _ended(self, end: ProcessEnd | None) -> IndexerEnded:
-        """Return the error for the end of the process: `end` says why, or else its exit status
-        does.
+        """Return the error for the end of the process. The reason is `end`, or else the exit
+        status.
         """
         self.kill()
         end = end or self._end

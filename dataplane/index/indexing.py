@@ -3,12 +3,13 @@
 1. Given: another node has sent it (node/shared_manifests.py).
 2. Saved: the url ends in ".manifest". It is not checked against the store: a changed shard is
    detected when it is read.
-3. Finished: the cache folder has one for the same list of shards.
+3. Finished: the cache folder has a manifest of the same list of shards.
 4. Remembered: shards that an earlier run has indexed, before a failure or an interruption or for
    another list, are not indexed again (journal.py).
 5. Made: the other shards are indexed, in workers (processes.py), and checked to agree (run.py).
 
-An embedded node begins at its start, for the loader that starts it (node/manifests.py).
+An embedded node opens the dataset of the loader that starts it as soon as it runs
+(node/manifests.py).
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ _trace = Trace("index")
 
 # -- slow work -------------------------------------------------------------------------------------
 #
-# Slow work on a dataset before a job can be opened. Its progress goes to the log, to the trainers
-# that wait, and to `dataplane status`.
+# Report the progress of slow work on a dataset before a job can be opened: in the log, to the
+# trainers that wait, and to `dataplane status`.
 #
 # Invariants:
 # 1. Only work in progress is listed: the function that adds work removes it, also when it fails.
@@ -80,7 +81,7 @@ _trace = Trace("index")
 _LINES_S = 10.0
 _TEXT_MAX = 300
 _RATED_S = 1.0
-"""How long the rest takes is not said sooner: the first parts of the work say too little."""
+"""The remaining time is not estimated earlier: the first parts of the work say too little."""
 
 _work_trace = Trace("node")
 _listed: dict[int, LongWork] = {}
@@ -123,7 +124,7 @@ class LongWork:
         self.advance(done.shards_done, done.shard_count)
 
     def advance(self, done: int, total: int) -> None:
-        """Note the progress; it never goes back."""
+        """Note the progress. A smaller `done` than before is ignored."""
         now = self._clock()
         self._done, self._total = max(done, self._done), total
         self._first = self._first or (now, done)
@@ -154,8 +155,8 @@ class LongWork:
 
 
 def work_on(urls: Collection[str]) -> NodeWork | None:
-    """Return the work on datasets with one of these urls; if there are several, the last that was
-    begun.
+    """Return the progress of the work on datasets with one of these urls; if there are several, of
+    the work that began last.
     """
     with _listing:
         mine = [each for each in _listed.values() if not each.urls.isdisjoint(urls)]
@@ -163,7 +164,7 @@ def work_on(urls: Collection[str]) -> NodeWork | None:
 
 
 def all_work() -> list[NodeWork]:
-    """Return all work that this process does now."""
+    """Return the progress of all slow work of this process."""
     with _listing:
         return [each.now for each in _listed.values()]
 
@@ -287,8 +288,8 @@ def choose_shards(
 
     Folders contain other files besides shards (README.md, dataset_info.json). Objects found in a
     folder are left out unless they have a suffix of shards; objects named by their own url stay.
-    Empty objects that stand for folders (see `Store.list`) are left out, too: the store is asked
-    only about those that would be chosen.
+    Empty objects that stand for folders (see `Store.list`) are left out, too. To find these, the
+    store is queried only about objects that would otherwise be chosen.
 
     Raises:  ConfigError: no shards, or several formats.  ShardNotFound: there are only folders.
     Errors of the stores.

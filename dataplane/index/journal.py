@@ -40,7 +40,7 @@ _NO_TMPFILE = {errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL}
 
 
 def digest(*parts: object) -> str:
-    """32 hex digits that name these parts."""
+    """Return 32 hex digits that name these parts."""
     canonical = json.dumps(parts, separators=(",", ":")).encode()
     return hashlib.blake2b(canonical, digest_size=16).hexdigest()
 
@@ -62,8 +62,8 @@ def listing_key(format_: Sequence[object], keys: Sequence[str]) -> str:
 
 
 class RunLogs:
-    """The logs of runs in one folder: each process appends to its own, and may read those that were
-    there before.
+    """The logs of runs in one folder: each process appends to its own log, and may read the logs
+    of earlier runs.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -72,7 +72,7 @@ class RunLogs:
         self._path = folder / f"run-{secrets.token_hex(8)}.log"
         with cache_faults(folder):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            for path in folder.glob(".*.tmp"):  # of a process that was killed while it published
+            for path in folder.glob(".*.tmp"):  # left by a process that was killed while publishing
                 if time.time() - written_at(path) > STALE_S:
                     path.unlink(missing_ok=True)
             self._former = sorted(folder.glob("*.log"))
@@ -201,7 +201,8 @@ def publish(path: Path, content: Buffer) -> None:
     try:
         write_all(fd, content)
         path.unlink(missing_ok=True)
-        # A directory makes Python call linkat, which alone can follow the link in /proc.
+        # Pass a directory (`src_dir_fd`), so that Python calls linkat: only linkat can follow the
+        # link in /proc.
         with contextlib.suppress(FileExistsError):
             os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
     finally:
@@ -223,8 +224,8 @@ def _publish_named(path: Path, content: Buffer) -> None:
 
 
 class SealedFiles(Struct, frozen=True):
-    """Files with a checksum in one folder below the cache folder: the last `kept` ones of this
-    suffix stay.
+    """Files with a checksum in one folder below the cache folder. Of the files with this suffix,
+    the last `kept` stay.
     """
 
     folder: Path
@@ -235,7 +236,7 @@ class SealedFiles(Struct, frozen=True):
         return self.folder / f"{name}{self.suffix}"
 
     def read(self, name: str) -> memoryview | None:
-        """Return the content of a file; None if there is none, or it is damaged."""
+        """Return the content of a file; None if the file is missing or damaged."""
         path = self._path(name)
         try:
             return memoryview(unsealed(path.read_bytes(), str(path)))
@@ -272,7 +273,7 @@ def version_of(format_: Format) -> tuple[str, int, int]:
 
 
 def keep_given(cache_dir: str, manifest: Manifest, content: Buffer) -> None:
-    """Keep a manifest that another node has sent in this cache folder, for the next time that these
+    """Store a manifest that another node has sent in our cache folder, for the next time that these
     shards are listed.
 
     Raises:  ConfigError: the folder cannot be used.

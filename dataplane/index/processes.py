@@ -50,11 +50,12 @@ _TASKS_BEFORE_NEXT = 2
 """Number of shards in each process before another one is started."""
 _READS_AT_ONCE = 64
 
-# For fewer it is not worth it to start more processes.
+# Indexing fewer shards in batches is not worth starting more processes.
 _BATCHED_MIN = 256
 _FETCHERS_MAX = 4
 _FETCHER_BUDGET_S = 5.0
-"""Shards that take longer to read are left out: the node says that it waits for a store."""
+"""The time that a fetcher has for reading a shard. It leaves out slower shards: the node then reads
+these, and reports that it waits for a store."""
 
 Answer = TypeVar("Answer")
 _FirstParts = list[tuple[int, "Future[Buffer]"]]
@@ -62,9 +63,9 @@ _FirstParts = list[tuple[int, "Future[Buffer]"]]
 
 
 class IndexProcesses:
-    """The processes of one run. Thread-safe. Use as a context: its end kills them. `keep` gets the
-    preambles that are read. `reading` says how processes reach stores, if any of them may; `pauses`
-    are the stores' pauses, which processes keep and report.
+    """The processes of one run. Thread-safe. Use as a context, whose end kills the processes.
+    `keep` gets the preambles that are read. `reading` says how processes reach stores, if they may;
+    `pauses` are the stores' pauses, which processes keep and report.
     """
 
     def __init__(
@@ -126,8 +127,8 @@ class IndexProcesses:
     def index(self, format_: Format, shard: StoredShard) -> ShardIndex:
         """Implement `Format.index`.
 
-        Raises:  as `Format.index` and the shard's reads.  BudgetTooSmall: it takes too much memory.
-        CorruptShard: it ends the process.  DataStallError: it is stuck.
+        Raises:  as `Format.index` and the shard's reads.  BudgetTooSmall: the shard takes too much
+        memory.  CorruptShard: the shard crashes the process.  DataStallError: the shard is stuck.
         """
         return _locally_first(shard, partial(self._index, format_, shard))
 
@@ -165,7 +166,8 @@ class IndexProcesses:
         return np.frombuffer(_locally_first(shard, counted), "<i8").astype(np.int64)
 
     def _index(self, format_: Format, shard: StoredShard, *, is_local: bool) -> ShardIndex:
-        # To read what the worker requests first, while it starts, saves one or two round trips.
+        # Start reading the first parts now, while the worker starts: this saves one or two round
+        # trips.
         places = () if is_local else first_reads(format_, shard.size_bytes)
         parts = [
             (place.offset, self._reads.submit(shard.read, place.offset, place.length))
@@ -208,7 +210,7 @@ class IndexProcesses:
 
     @contextlib.contextmanager
     def _one_of_many(self) -> Iterator[IndexerProcess]:
-        """Yield the process with the fewest shards; a new one if all have enough."""
+        """Yield the process with the fewest shards, or a new process if all have enough shards."""
         with self._choosing:
             usable = [process for process in self._shared if not process.has_ended]
             process = min(usable, key=lambda one: one.users, default=None)
@@ -236,15 +238,15 @@ class IndexProcesses:
 
 
 def _locally_first(shard: StoredShard, asked: Callable[..., Answer]) -> Answer:
-    """Return the answer of a process that reads a local file itself; if it cannot, the
-    node reads.
+    """Return the answer of a process that reads a local file itself. If the process cannot read
+    the file, the node reads for it.
     """
     try:
         return asked(is_local=local_path(shard.url) is not None)
     except StoreError:
         if local_path(shard.url) is None:
             raise
-    # The file server is unreachable: the node's own store handles the wait.
+    # The file server is unreachable: let the node's own store read, which waits for it.
     return asked(is_local=False)
 
 

@@ -16,13 +16,15 @@ from dataplane.scheduler.dataset import GAP_BYTES_MIN, BlockPlaces
 from dataplane.worker.columns import Ints
 
 EDGE_BYTES_MIN = 64 << 10
-"""Skipping the start or the end of a block costs no request, but to decode a part takes 0.1 ms more
-than to decode a whole, which is the time that so many bytes take."""
+"""The smallest hole at the start or the end of a block. Skipping these bytes costs no request, but
+decoding a part of a block takes 0.1 ms longer than decoding all of it: as long as reading this many
+bytes takes."""
 
 # Old writers left the dictionary's header out of a column's size, so readers read up to 100 bytes
 # more (PARQUET-816).
 _SLACK_BYTES = 128
-# Arrow aligns its buffers; what is read stays aligned if holes are whole multiples of that.
+# Arrow aligns its buffers to this many bytes. They stay aligned if the size of each hole is a
+# multiple of it.
 _BUFFER_STEP = 64
 
 
@@ -94,7 +96,7 @@ class Projection(Struct, frozen=True, eq=False):
         ahead, behind = self.start == 0, self.stop == length[block]
         for is_edge in (ahead, behind & ~ahead):
             at, skipped = block[is_edge], (self.stop - self.start)[is_edge]
-            # A block has at most one hole at each edge.
+            # No block occurs twice here: a block has at most one hole at each edge.
             length[at] -= skipped
             count[at] -= 1
             size[at] -= skipped
@@ -126,14 +128,15 @@ def _holes(
     stop = offset + length
     is_clear = (offset[:, 1:] >= stop[:, :-1]).all(axis=1) & (stop[:, -1] > 0)
     is_spare = is_spare & is_clear[:, None]
-    # Bytes between two columns belong to the first of them.
+    # Bytes between two columns count as part of the first of the two.
     ends = np.concatenate([offset[:, 1:], block_length[:, None]], axis=1)
     edge = np.zeros((len(offset), 1), np.bool_)
     after_spare = np.concatenate([edge, is_spare[:, :-1]], axis=1)
     before_spare = np.concatenate([is_spare[:, 1:], edge], axis=1)
     block, at = np.nonzero(is_spare & ~after_spare)
     last = np.nonzero(is_spare & ~before_spare)[1]
-    # Nothing is read before a hole at the start of a block, unless the hole is all of it.
+    # A hole starts `_SLACK_BYTES` late, for the column before it. A hole at the start of a block
+    # has no column before it, and starts at once, unless it contains all columns.
     is_first = (at == 0) & (last < offset.shape[1] - 1)
     start, end = offset[block, at] + np.where(is_first, 0, _SLACK_BYTES), ends[block, last]
     is_ahead = start == 0

@@ -170,7 +170,7 @@ class IndexRun:
         return [self._done[shard] for shard in range(len(keys))]
 
     def manifest(self, names: Sequence[str], indexes: Sequence[ShardIndex]) -> Manifest:
-        """The manifest of the listing."""
+        """Make the manifest of the listing."""
         schema = self._schemas.merged()
         shapes: dict[int, _Shape] = {}
         shards = []
@@ -218,7 +218,7 @@ class IndexRun:
         self._arrived(shard, index)
 
     def _arrived(self, shard: int, index: ShardIndex) -> None:
-        # Without a sample, no schema could be inferred.
+        # Skip an inferred schema without columns: the shard has no sample to infer columns from.
         if len(index.schema) or not is_inferred(index.schema):
             has_rows = any(block.rows for block in index.blocks)
             schema = self._schemas.note(shard, index.schema, has_rows=has_rows)
@@ -271,8 +271,8 @@ class _Work:
         return bool(self._singles or self._in_batches)
 
     def ended(self) -> list[tuple[int, Future[ShardIndex] | ShardIndex]]:
-        """Wait, and return what has ended since, in the order of the shards: if several fail at
-        once, the error of the first one is raised.
+        """Wait, and return the results that have arrived, in the order of the shards: if several
+        shards fail at once, the error of the first one is raised.
         """
         found: list[tuple[int, Future[ShardIndex] | ShardIndex]] = []
         for end in _all_of(self._ended):
@@ -292,8 +292,8 @@ class _Work:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _begin_batches(self, batches: ShardBatches) -> None:
-        """Send batches; none while single shards wait, since these are slow or a store does not
-        answer.
+        """Send batches, but none while many shards that batches left out wait: these are slow, or
+        a store does not answer.
         """
         while self._waiting and len(self._left_out) < self._singles_max and batches.has_room:
             count = min(batches.shards_at_once, len(self._waiting))
@@ -308,8 +308,8 @@ class _Work:
 def _unlike_listed(
     error: ShardNotFound | DatasetChangedError, url: str
 ) -> ShardNotFound | DatasetChangedError:
-    """Return the error for an object that differs from its listing. In a bucket that may never
-    change: obstore lists keys without the slashes at their start and end.
+    """Return the error for an object that differs from its listing. For buckets, add advice: since
+    obstore lists keys without the slashes at their start and end, the difference may be permanent.
     """
     if scheme_of(url) in ("file", "http", "https"):
         return error
@@ -322,7 +322,7 @@ def _unlike_listed(
 
 
 def _all_of(waiting: queue.SimpleQueue[T]) -> Iterator[T]:
-    """Yield all that is queued; waits for the first."""
+    """Wait for the first result, and yield all that are queued."""
     yield waiting.get()
     with contextlib.suppress(queue.Empty):
         while True:
@@ -330,7 +330,7 @@ def _all_of(waiting: queue.SimpleQueue[T]) -> Iterator[T]:
 
 
 class _Shape(Struct, frozen=True, eq=False):
-    """A mapping from the columns of shards with one schema to those of the dataset.
+    """A mapping from the columns of shards with one schema to the columns of the dataset.
 
     Shapes:  columns: int64[columns], the place of each in the shard, -1 if the shard lacks it, or
     None if all have the same place. nodes: int64[field nodes], as nulls.alignment; or None.

@@ -17,7 +17,7 @@ from dataplane.formats.tar import is_new_field
 from dataplane.formats.unsupported import Difference, differing, mismatch_of, with_difference
 
 _AT_HAND = 8
-"""So many schemas, the first ones, are recognised as objects, without being serialised."""
+"""The first schemas, up to this number, are recognised as objects, without being serialised."""
 
 
 class _Seen(Struct, eq=False):
@@ -106,7 +106,7 @@ class _Column(Struct, eq=False):
 
 
 def _merged(schemas: Sequence[_Seen]) -> pa.Schema:
-    """One schema for all of these; the first one's own if it fits."""
+    """Merge these schemas into one; return the first schema itself if it fits all."""
     first = schemas[0].schema
     if len(schemas) == 1:
         return first

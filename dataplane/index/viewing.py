@@ -1,4 +1,4 @@
-"""Make the manifest of a view: the dataset's, with the number of rows of each block in the view.
+"""Make the manifest of a view: the dataset's manifest, with the rows of each block in the view.
 Give advice about the folders of a dataset.
 """
 
@@ -37,12 +37,12 @@ __all__ = ["Projection"]
 def canonical_view(view: View) -> View:
     """Return the form of the view that all equal views share.
 
-    Raises:  ConfigError: its condition or its shares are wrong.
+    Raises:  ConfigError: the view's condition or its shares are wrong.
     """
     check_shares(view)
     if not view.where:
         return structs.replace(view, where="")
-    # Late imports, here and below: most views have no condition.
+    # Import this module late, as below: most views have no condition.
     from dataplane.transforms.where import canonical_where
 
     return structs.replace(view, where=canonical_where(view.where))
@@ -55,8 +55,8 @@ def viewed(
     config: NodeConfig,
     progress: Progress | None = None,
 ) -> Manifest:
-    """Return the manifest with only the rows of the view. They are counted in processes, with the
-    limits of this configuration, unless the manifest or its cache folder has the counts.
+    """Return the manifest with only the rows of the view. These rows are counted in processes, with
+    the limits of this configuration, unless the manifest or the cache folder has the counts.
 
     Raises:  ConfigError: the view is wrong, or has no rows.  SchemaMismatch: shards differ in a
     column of its condition.  As `counted`.
@@ -80,7 +80,7 @@ def viewed(
 
 
 def _nulls(manifest: Manifest, view: View) -> NullCounts | None:
-    """Return what is known about nulls in the rows of the view: its condition excludes some."""
+    """Return the null counts for the rows of the view: its condition may exclude nulls."""
     if manifest.nulls is None or not view.where:
         return manifest.nulls
     schema = pa.ipc.read_schema(pa.py_buffer(manifest.schema))
@@ -122,7 +122,7 @@ def _counts(
 
 
 def _told(view: View) -> str:
-    """Describe the view in the words of an error."""
+    """Describe the view for an error message."""
     parts = [f"where={view.where!r:.500}"] if view.where else []
     parts += [f"sample={view.sample / 2**32:.6g}"] if view.sample else []
     if view.split_to:
@@ -132,16 +132,16 @@ def _told(view: View) -> str:
 
 # -- folders ---------------------------------------------------------------------------------------
 #
-# Advice about a dataset's folders when it is opened: on folders named "key=value", whose keys are
-# not read as columns, and on several series of shards in one folder, which other readers treat as
-# splits.
+# Advise about a dataset's folders when it is opened: about folders named "key=value", whose keys
+# are not read as columns, and about several series of shards in one folder, which other readers
+# treat as splits.
 
 _SERIES_SHOWN = 5
 
 
 def folder_keys(manifest: Manifest) -> list[str]:
-    """Return the keys of this dataset's folders that are no columns of it. Since all shards lie in
-    folders with the same keys, only the first and the last shard are examined.
+    """Return the keys of this dataset's folders that are not columns of the dataset. Since all
+    shards lie in folders with the same keys, only the first and the last shard are examined.
     """
     return _without_columns(manifest, manifest.urls)
 

@@ -236,7 +236,9 @@ class Changes(Struct, frozen=True):
         return hashlib.blake2b(f"{digest}:{rows}".encode(), digest_size=8).hexdigest()
 
     def job_digest(self, digest: str) -> str:
-        """Return a name for a job with this digest and these changes; `digest` if none."""
+        """Return a name for a job with this digest and these changes; `digest` if there are no
+        changes.
+        """
         if not self.skips and not self.tombstones:
             return digest
         skips = canonical([[skip.epoch, skip.begin, skip.end] for skip in self.skips])
@@ -361,8 +363,8 @@ def _shares_by_name(change: ShareChange, names: Sequence[str]) -> dict[str, floa
 def in_force(
     entries: Iterable[LedgerEntry], spec: JobSpec, dataset: DatasetIdentity, last: int | None = None
 ) -> tuple[LedgerEntry, ...]:
-    """Return those of these entries that are changes and apply to a launch of this job; with
-    `last`, only those up to the entry with this number.
+    """Return the entries that are changes and apply to a launch of this job; with `last`, only the
+    entries up to this number.
     """
     return _holding(
         [entry for entry in entries if entry.kind in (SKIP, TOMBSTONE)], spec, dataset, last
@@ -372,7 +374,7 @@ def in_force(
 def mixes_in_force(
     entries: Iterable[LedgerEntry], spec: JobSpec, dataset: DatasetIdentity
 ) -> tuple[LedgerEntry, ...]:
-    """Return those of these entries that set weights for this job."""
+    """Return the entries that set weights for this job."""
     return _holding([entry for entry in entries if entry.kind == MIX], spec, dataset)
 
 

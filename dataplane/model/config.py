@@ -29,13 +29,16 @@ from dataplane.model.records import (
 
 # -- mixture -----------------------------------------------------------------------------------
 #
-# The spec of a job that mixes several datasets. Nothing in it is left to a default: it is complete.
+# The spec of a job that mixes several datasets, with all options filled in.
 
 SOURCES_MAX = 1024
 
 
 def check_source_count(count: int) -> None:
-    """Raises:  ConfigError: a mixture cannot have this number of sources."""
+    """Check the number of a mixture's sources.
+
+    Raises:  ConfigError: a mixture cannot have this number of sources.
+    """
     if not 1 <= count <= SOURCES_MAX:
         raise ConfigError(
             f"a mixture has 1 to {SOURCES_MAX} sources, not {count}; to mix more shards, give one"
@@ -63,10 +66,10 @@ class MixtureSpec(Struct, frozen=True):
 
     `length` is the length of an epoch in samples; 0 means that it follows from `exhausted`. With
     `unit` BATCH, each run of `batch` samples comes from one source. `source_column` is the column
-    that has the index of each sample's source, or "" for none. `tokens` is the length that the user
-    gave in tokens, if so; `length` is then computed from the first shares. `schedule` has the
-    shares that the user scheduled in advance, and `changes` has those set while the job runs, each
-    with the position where it takes effect.
+    that has the index of each sample's source, or "" for none. `tokens` is the length of an epoch
+    in tokens if the user gave the length that way, otherwise 0; `length` is then computed from the
+    first shares. `schedule` has the shares that the user scheduled in advance, and `changes` has
+    the shares set while the job runs, each with the position where they take effect.
     """
 
     sources: tuple[SourceSpec, ...]
@@ -96,12 +99,13 @@ class MixtureSpec(Struct, frozen=True):
         return replace(self, sources=sources, length=history.length, changes=tuple(changes))
 
 
-VERSION = "0.1.0"  # the build reads it here
-# Trainers, nodes and coordinators work together if they have the same number. The first change of
-# any message between processes, or of a job's options, after a release raises it.
+VERSION = "0.1.0"  # the build reads the version from this line
+# Trainers, nodes and coordinators work together if they have the same number. Raise the number with
+# the first change after a release to any message between processes, or to a job's options.
 PROTOCOL_VERSION = 6
-# A coordinator also speaks the number before, but none before this one. If calls of a coordinator
-# change in a way that nodes of the number before do not understand, set both to the new number.
+# A coordinator also accepts nodes with the previous number, unless that is below PROTOCOL_OLDEST.
+# If nodes with the previous number would not understand a changed call, set both numbers to the new
+# one.
 PROTOCOL_OLDEST = 6
 # The order of samples that docs/order.md specifies. States and digests of shuffled jobs contain it.
 ORDER_VERSION = 2
@@ -160,7 +164,8 @@ class JobSpec(Struct, frozen=True):
         del fields["global_batch"]
         if self.has_versioned_order:
             fields["order"] = ORDER_VERSION
-        # When digests were first saved, these were fields of the spec itself.
+        # Put column options beside the other fields: when digests were first saved, they were
+        # fields of the spec itself.
         fields |= fields.pop("column_options")
         return _hashed(fields, 16)
 
@@ -171,7 +176,7 @@ class JobSpec(Struct, frozen=True):
 
     @property
     def pads(self) -> bool:
-        """Whether its samples, or those of one of its sources, are padded batches."""
+        """Whether the job's samples, or those of one of its sources, are padded batches."""
         sources = () if self.mixture is None else self.mixture.sources
         return self.view.pads or any(source.view.pads for source in sources)
 
@@ -196,17 +201,15 @@ class JobSpec(Struct, frozen=True):
 
     @property
     def bad_max(self) -> float:
-        """The share of an epoch's samples that may be replaced since they cannot be read; 0: none.
-        All sources of a mixture have the same.
+        """The share of an epoch's samples that may be replaced because they cannot be read; 0 means
+        that none may. All sources of a mixture have the same share.
         """
         views = [self.view] if self.mixture is None else [s.view for s in self.mixture.sources]
         return max(view.bad_max for view in views)
 
     @property
     def replaces_images(self) -> bool:
-        """Whether other rows are delivered in the places of those whose images cannot be
-        decoded.
-        """
+        """Whether a row whose image cannot be decoded is replaced by another row."""
         return any(image.replaces for image in self.transforms)
 
     @property
@@ -267,17 +270,17 @@ class JobSpec(Struct, frozen=True):
         """Return (value, default) of every option by name, including those of contained values."""
         found = dict(_options(self))
         del found["fingerprint"], found["global_batch"]
-        # A state stores the weights in its history instead.
+        # Leave the weights out: a state stores them in its history.
         del found["weights"], found["schedule"]
         del found["bad_images"], found["bad_max"]  # they may change during a run
-        del found["stages"]  # a state has them beside its options
+        del found["stages"]  # a state stores the stages beside the options
         return found
 
     def differences(self, other: JobSpec) -> tuple[tuple[str, str, str], ...]:
         """Return (field, mine, other's) for every field that differs. Column options are listed
         separately; for transforms, only the differing parts are shown.
         """
-        if self == other:  # nearly always; every rank that joins makes this comparison
+        if self == other:  # the usual case, when a rank joins
             return ()
         others = {name: value for name, (value, _) in _options(other)}
         return tuple(
@@ -285,20 +288,22 @@ class JobSpec(Struct, frozen=True):
             if name == "transforms"
             else (name, str(mine), str(others[name]))
             for name, (mine, _) in _options(self)
-            # The length of an epoch in samples is no difference if both gave the same in tokens.
+            # An option that one side lacks is not compared: `mixture.length` is left out if the
+            # user gave the length in tokens.
             if name in others and mine != others[name] and _told(mine) != _told(others[name])
         )
 
 
 class Stage(Struct, frozen=True):
-    """A former stage of a run, which has ended since its recipe was changed.
+    """A former stage of a run, which ended when the run's recipe was changed.
 
-    All ranks together had consumed `cursor` samples of `epoch`, which had `sample_count`. `digest`
-    is that of its spec, `dataset` the identity of what it read, and `rows` the digest of the rows
-    of all steps up to its end. `unread` says whether the next stage began with what the interrupted
-    epoch had not delivered; `before` then has the urls of its datasets, by the names of sources, if
-    the user gave them. `spec` is what is known of its spec without its dataset: fingerprints
-    are "", and the windows of a mixture's sources unknown. It is None if the state did not have it.
+    When the stage ended, all ranks together had consumed `cursor` of the `sample_count` samples of
+    `epoch`. `digest` is the digest of the stage's spec, `dataset` the identity of the dataset that
+    it read, and `rows` the digest of the rows of all steps up to its end. If `unread`, the next
+    stage began with the samples that the interrupted epoch had not delivered; `before` then has
+    the urls of the former stage's datasets, by the names of sources, if the user gave them. `spec`
+    is the stage's spec without the dataset: fingerprints are "", and the windows of a mixture's
+    sources are unknown. `spec` is None if the saved state did not contain the spec.
     """
 
     digest: str
@@ -321,9 +326,10 @@ def _first_fields(cls: type[Struct], count: int) -> frozenset[str]:
     return frozenset(cls.__struct_fields__[:count])
 
 
-# The fields that each class had when digests that contain it were first saved. They are part of
-# every digest. A field that was added later is left out while it has its default, so that older
-# checkpoints stay valid. Never change this table: tests/test_digests.py has digests of each class.
+# The fields that each class had when digests that cover the class were first saved. Every digest
+# covers these fields. A field that was added later is left out of the digest while it has its
+# default, so that older checkpoints stay valid. Never change this table: tests/test_digests.py has
+# digests of each class.
 _FIRST_FIELDS: Mapping[type, frozenset[str]] = {
     JobSpec: frozenset(
         (
@@ -366,7 +372,7 @@ def _digested(value: Any) -> Any:
     first = _FIRST_FIELDS.get(type(value), frozenset())
     changing = _CHANGING.get(type(value), frozenset())
     if isinstance(value, MixtureSpec) and value.tokens:
-        changing |= {"length"}  # it follows from the shares
+        changing |= {"length"}  # the length follows from the shares
     return {
         name: _digested(part)
         for name, default in _defaults_of(value).items()
@@ -445,7 +451,7 @@ def _mixture_options(mixture: MixtureSpec | None) -> Iterator[tuple[str, tuple[A
 
 
 def _defaults_of(value: Struct) -> Mapping[str, Any]:
-    cls: Any = type(value)  # mypy holds that `type[object]` has no hash
+    cls: Any = type(value)  # mypy takes `type[object]` for unhashable
     return _defaults(cls)
 
 
@@ -537,28 +543,32 @@ class NodeConfig(Struct, frozen=True):
 
     @property
     def data_tls(self) -> PeerTls | None:
-        """Return the TLS settings of its data connections; None for an embedded node."""
+        """The TLS settings of the node's data connections; None without `peer_tls`, and for an
+        embedded node.
+        """
         if not self.peer_tls or self.embedded:
             return None
         return PeerTls(self.tls_cert, self.tls_key, self.tls_ca, tuple(self.tls_peers.split()))
 
     @property
     def worker_count_most(self) -> int:
-        """The largest number of workers that it may have."""
+        """The largest number of workers that the node may have."""
         return max(self.worker_count, self.worker_count_max)
 
     @property
     def has_workers(self) -> bool:
-        """Whether it makes slabs itself. A node without workers has other nodes make them."""
+        """Whether the node makes slabs itself. Without workers, other nodes make its slabs."""
         return self.worker_count_most > 0
 
     def allows_function(self, name: str) -> bool:
-        """Return whether its operator permits the function of this name. An entry is a module, a
-        package (which permits everything below it) or a single function.
+        """Return whether the node's operator permits the function of this name. An entry of
+        `allowed_functions` is a module, a package (which permits everything below it) or a single
+        function.
         """
         module, _, path = name.partition(":")
         parts = (*module.split("."), path)
-        # A package's __main__ is a program, which would run when it is imported.
+        # Refuse names that begin with "__": a package's `__main__` is a program, and would run when
+        # it is imported.
         if not all(part.isidentifier() and not part.startswith("__") for part in parts):
             return False
         return any(_lists(entry, module, path) for entry in self.allowed_functions.split())

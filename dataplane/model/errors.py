@@ -256,8 +256,8 @@ class NotKept(DataplaneError):
 
 class FunctionError(DataplaneError):
     """A function of the user, called by a worker, raised an exception or returned an invalid value.
-    The message contains its traceback. Nouns: function; shard and block for a map, step (of the
-    epoch) for a collate function.
+    The message contains the function's traceback. Nouns: function; shard and block for a map, step
+    (of the epoch) for a collate function.
     """
 
     known: ClassVar[tuple[str, ...]] = ("function", "shard", "block", "row", "column", "step")

@@ -93,8 +93,8 @@ class LedgerMark(Struct, frozen=True):
         return cls(entry.seq, entry.hash[:16])
 
     def is_in(self, marks: Sequence[LedgerMark]) -> bool:
-        """Return whether a ledger with these last entries contains the marked entry. True if it may
-        have contained it: a ledger may have dropped its oldest entries.
+        """Return whether a ledger with these last entries contains the marked entry, or may have
+        contained the entry before it dropped its oldest ones.
         """
         found = [mark for mark in marks if mark.seq >= self.seq]
         return bool(found) and (found[0].seq > self.seq or found[0] == self)
@@ -110,8 +110,8 @@ class SourceUrls(Struct, frozen=True):
 
 class Ledger(Struct, frozen=True):
     """A job: its dataset, its spec, its progress, and its entries. `dataset` is None if it is
-    unknown. `urls` are those of all sources of a mixture; `sources` lists them by source, and is
-    empty if that is unknown.
+    unknown. `urls` are the urls of all sources of a mixture; `sources` lists them by source, and is
+    empty if it is unknown which source has which urls.
     """
 
     job_id: str
@@ -141,8 +141,8 @@ class Ledger(Struct, frozen=True):
 
     @classmethod
     def from_lines(cls, text: str, name: str) -> Ledger:
-        """Parse what `to_lines` wrote; errors call it `name`. Entries are not verified here:
-        `faults` does that.
+        """Parse a text that `to_lines` wrote; errors call it `name`. Entries are not verified here,
+        but by `faults`.
 
         Raises:  ConfigError: the text is not a ledger, or a newer version wrote it.
         """
@@ -167,7 +167,10 @@ class Ledger(Struct, frozen=True):
         )
 
     def check_places(self) -> None:
-        """Raises:  ValueError: a position or a count is out of range."""
+        """Check the positions and counts.
+
+        Raises:  ValueError: a position or a count is out of range.
+        """
         places = [
             LedgerPosition(self.epoch, self.cursor),
             *(entry.position for entry in self.entries),
@@ -181,7 +184,7 @@ class Ledger(Struct, frozen=True):
 
 def text_faults(text: str, ledger: Ledger) -> tuple[str, list[str]]:
     """Return the hash in the first line of a saved ledger, and a text for each fault of its entries
-    and of each line that differs from what `to_lines` would write. `from_lines` has parsed it.
+    and of each line that differs from what `to_lines` would write. `ledger` is the parsed `text`.
     """
     lines = text.split("\n")
     about = json.loads(next(filter(None, lines)))
@@ -199,7 +202,7 @@ def text_faults(text: str, ledger: Ledger) -> tuple[str, list[str]]:
 
 def faults(entries: Sequence[LedgerEntry], head: str) -> Iterator[str]:
     """Yield a text for each fault of these entries, whose last one must have the hash `head`. A
-    coordinator drops the oldest of too many entries: that gap is reported, but is no fault.
+    coordinator drops the oldest of too many entries, so a gap between numbers is not a fault.
     """
     for before, after in itertools.pairwise(entries):
         if after.seq <= before.seq:
@@ -217,7 +220,10 @@ def _first_line(about: dict[str, Any]) -> str:
 
 
 def _check_plain(value: Any) -> None:
-    """Raises:  ValueError: a number does not fit into 64 bits, or a text is not valid Unicode."""
+    """Check the numbers and texts of a parsed document.
+
+    Raises:  ValueError: a number does not fit into 64 bits, or a text is not valid Unicode.
+    """
     if isinstance(value, str):
         value.encode()
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:

@@ -38,8 +38,8 @@ T = TypeVar("T")
 
 
 class Difference(Struct, frozen=True):
-    """An input in which two runs differ. It changes rows or batches from this place on; `step` is
-    0-based in the epoch, and counts batches of the first run.
+    """An input in which two runs differ, and the place from which on it changes rows or batches.
+    `step` is 0-based in the epoch, and counts batches of the first run.
     """
 
     what: str
@@ -208,7 +208,7 @@ def _row_named(row: Tombstone, spec: JobSpec) -> str:
 
 
 def _merged(pairs: Sequence[tuple[LedgerPosition, T]]) -> list[tuple[LedgerPosition, T]]:
-    """Leave out each pair whose value is that of the pair before."""
+    """Leave out each pair whose value equals that of the pair before."""
     return [pair for at, pair in enumerate(pairs) if at == 0 or pairs[at - 1][1] != pair[1]]
 
 
@@ -246,7 +246,7 @@ def _launch_at(launches: Sequence[_Launch], at: LedgerPosition) -> _Launch:
 
 
 def _read_from(both: Sequence[Sequence[_Launch]], at: LedgerPosition) -> LedgerPosition:
-    """Return the place, or if one of the runs skipped it, the first place after that."""
+    """Return the place, or if both runs skipped it, the first place that one of them has read."""
     skipped = [_skipped(launches) for launches in both]
     while True:
         ends = [

@@ -48,7 +48,8 @@ class ShareChange(Struct, frozen=True):
 
 class MixHistory(Struct, frozen=True):
     """All shares of a job in order, past and planned ones, each with the place from which it
-    applies; the first applies from the start. `length` is that of an epoch in samples, 0 for none.
+    applies; the first applies from the start. `length` is the length of an epoch in samples; 0
+    means that none is set.
     """
 
     changes: tuple[ShareChange, ...]
@@ -191,7 +192,7 @@ class Cut(enum.StrEnum):
 
 class Decoding(enum.StrEnum):
     """Whether a JPEG may be decoded at a half, a quarter or an eighth of its size, if that leaves
-    at least as many pixels as are wanted.
+    at least as many pixels as the image steps need.
 
     AUTO   only for random cuts
     EXACT  never
@@ -278,7 +279,9 @@ class ImageSpec(Struct, frozen=True):
 
 
 class StackSpec(Struct, frozen=True):
-    """Columns joined into one, [B, columns] in this order, with this dtype; "" keeps theirs."""
+    """Columns joined into one, [B, columns] in this order, with this dtype; "" keeps the dtype of
+    the columns.
+    """
 
     name: str
     columns: tuple[str, ...]
@@ -386,7 +389,7 @@ class View(Struct, frozen=True):
 
     @property
     def pads(self) -> bool:
-        """Whether its samples are padded batches."""
+        """Whether the samples of the view are padded batches."""
         return self.pack is not None and self.pack.policy is PackPolicy.PAD
 
 
@@ -461,7 +464,7 @@ class Topology:
         Raises:  ConfigError: the names of the mesh's axes do not say which of them are batch axes;
         or a framework or the environment contradicts itself.
         """
-        # Imported by name, since the model room imports no other.
+        # Import the module by name, since the model room imports no other room.
         found: Topology = importlib.import_module("dataplane_torch.topology").auto(
             device_mesh, batch_axes
         )
@@ -471,7 +474,7 @@ class Topology:
 class Stream(Struct, frozen=True):
     """The batches that one consumer reads: steps `first_step, first_step + step_stride, …` of the
     slice of `dp_rank` in `dp_size` that starts at `cursor` (samples consumed so far by all ranks).
-    `mix` has the weights of a mixture; None means those of its spec.
+    `mix` has the weights of a mixture; None means the weights of the job's spec.
     """
 
     epoch: Unsigned

@@ -13,7 +13,7 @@ import re
 HIDDEN = "***"
 
 # Parameters of signed urls: AWS, Google, CloudFront, Azure SAS. All of them change when a url is
-# signed again, so none of them says which object it is.
+# signed again, so none of them identifies the object.
 _SIGNING = frozenset(
     {"signature", "expires", "policy", "key-pair-id", "awsaccesskeyid", "googleaccessid"}
     | {"sv", "ss", "srt", "sp", "se", "st", "spr", "sig", "sr", "sip", "sdd", "ses"}
@@ -31,7 +31,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 # In these schemes, the part before @ is a container, not a user.
 _CONTAINERS = ("abfs", "abfss", "wasb", "wasbs", "adl")
 _USER = re.compile(r"\b([A-Za-z][A-Za-z0-9+.\-]*)://([^\s/@?#'\"<>]*)@")
-# In other schemes a user name without a password is not a secret: sftp://me@host.
+# In these schemes, a user name without a password may be a token. In others it is not a secret:
+# sftp://me@host.
 _TOKEN_AS_USER = ("http", "https")
 
 _TELLING_NAME = r"sig|token|key|secret|passw|pwd|auth|cred|polic|session|jwt|hmac|md5|code|cookie"
@@ -45,14 +46,15 @@ _CLOSING = ".,:)]}"
 
 
 def redacted(text: str) -> str:
-    """The same text, with passwords and signatures of the urls in it replaced by `***`."""
+    """Return the text with the passwords and signatures of its urls replaced by `***`."""
     if "://" not in text and "=" not in text:
         return text
     return _PARAMETER.sub(_hidden_parameter, _USER.sub(_hidden_user, text))
 
 
 def unsigned(url: str) -> str:
-    """The url without credentials and signatures, so that it is the same however it was signed.
+    """Return the url without credentials and signatures, so that all signed urls of an object give
+    the same text.
 
     A url without such parts is returned unchanged.
     """
@@ -71,8 +73,9 @@ def unsigned(url: str) -> str:
 
 
 def hub_parts(url: str) -> tuple[str, str, str] | None:
-    """Repository ("hf://datasets/owner/name"), revision, and the rest of a Hub's url; a revision of
-    "" is the default branch. None for all other urls, and for buckets, which have no revisions.
+    """Return repository ("hf://datasets/owner/name"), revision, and the rest of a Hub's url; a
+    revision of "" is the default branch. Return None for all other urls, and for buckets, which
+    have no revisions.
     """
     found = _HUB.fullmatch(url)
     if found is None or found[1].startswith("hf://buckets/"):
@@ -81,12 +84,12 @@ def hub_parts(url: str) -> tuple[str, str, str] | None:
 
 
 def is_commit(revision: str) -> bool:
-    """Whether a revision is the full hash of a commit, which no push changes."""
+    """Return whether a revision is the full hash of a commit, which no push changes."""
     return _COMMIT.fullmatch(revision) is not None
 
 
 def unpinned(url: str) -> str:
-    """The url without the revision of a repository; all other urls are unchanged."""
+    """Return the url without the revision of a repository; all other urls are unchanged."""
     hub = hub_parts(url)
     return url if hub is None else f"{hub[0]}{hub[2]}"
 

@@ -11,7 +11,8 @@ import msgspec
 T = TypeVar("T")
 _complete: set[object] = set()
 _completing = threading.RLock()
-# A child that is forked during a preparation would keep a half-finished description for good.
+# Hold the lock during a fork: a child that was forked while a type is prepared would keep a
+# half-finished description for good.
 os.register_at_fork(
     before=_completing.acquire,
     after_in_parent=_completing.release,

@@ -34,7 +34,7 @@ _REFUSED = 2
 
 
 def main() -> int:
-    """Exit status 0: it ended normally; 2: dataplane did not start it."""
+    """Run the process. Return its exit status: 2 if Dataplane did not start it, otherwise 0."""
     names = ["listener-fd=", "fork-server-fd=", "stderr-fd=", "opening-fd=", "bytecode="]
     # Not argparse: that takes 8 ms, while a trainer waits for its first batch.
     try:
@@ -53,14 +53,14 @@ def main() -> int:
     opening = None if opening_fd is None else _opening(opening_fd)
     from dataplane.worker.forking import ENVIRONMENT, fork_server
 
-    # Before anything imports numpy or pyarrow.
+    # Set these before anything imports numpy or pyarrow.
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     fork_server_fd = _number(given, "--fork-server-fd")
     if fork_server_fd is not None:
         _be_fork_server(fork_server_fd, has_time=True)
         return 0
-    from dataplane.index import indexing  # noqa: F401 - numpy and pyarrow, once for both processes
+    from dataplane.index import indexing  # noqa: F401 - imports numpy for both processes
 
     is_remote = opening is not None and _is_remote(opening.urls)
     fork_server.acquire(stderr_fd, lambda fd: _be_fork_server(fd, is_remote=is_remote))
@@ -103,7 +103,7 @@ def _is_remote(urls: Sequence[str]) -> bool:
     try:
         return all(local_path(normalise(url)) is None for url in urls)
     except DataplaneError:
-        return False  # the node says what is wrong
+        return False  # the node reports the error when it opens the dataset
 
 
 async def _to_the_end(
@@ -149,7 +149,7 @@ async def _embedded(descriptor: int, stderr_fd: int | None, opening: DatasetSour
     try:
         config = structs.replace(default_node_config(), embedded=True)
         configure(config.log_level, config.log_format)
-        # Before further imports: it waits for a store most of the time.
+        # Open the dataset before further imports: the thread mostly waits for the store.
         early = None if opening is None else EarlyOpening(config, opening)
         from dataplane.node.pool import WorkerPool
 
@@ -165,7 +165,7 @@ async def _embedded(descriptor: int, stderr_fd: int | None, opening: DatasetSour
     except DataplaneError as error:
         sys.stderr.write(f"dataplane node: {error}\n")
         return _REFUSED
-    except Exception as error:  # noqa: BLE001 - a thread that is stuck must not keep it alive
+    except Exception as error:  # noqa: BLE001 - a stuck thread must not keep the process alive
         background.end_process("node", error)
     return 0
 
@@ -206,7 +206,7 @@ async def _serve(
     stderr_fd: int | None,
     early: EarlyOpening | None,
 ) -> Collection[int]:
-    """Serve, and return the processes whose trainers were served."""
+    """Serve trainers. Return the ids of the processes that connected last."""
     import socket
 
     from dataplane.coordinator.front import Coordinator, CoordinatorConfig

@@ -4,13 +4,13 @@
                                                                   └─ not requested: released
 
 Invariants:
-1. Every request is answered exactly once: with a slab, with the room that it needs, with the error
-   of its data, or, once it is older than `PATIENCE_S`, with a refusal or a report of progress, if
-   there was any since.
+1. Every request is answered exactly once: with a slab, with the number of bytes that the slab
+   needs, with an error of its data, or with a refusal. A request that is older than `PATIENCE_S` is
+   refused, or answered with a report of progress if there was any in that time.
 2. A slab is released after every node that got it has read it. A slab that no node requests is
    released after `HELD_S`, or when too many newer ones wait in the arena: a part of the slots is
    always left for requested slabs.
-3. The engine is asked for as many slabs as there are requested steps.
+3. As many slabs are requested from the engine as there are slabs that nodes wait for.
 """
 
 from __future__ import annotations
@@ -126,18 +126,18 @@ class AskedStream:
         self._walk: Walk | None = None
         self._served: ServedStream | None = None
         self._asks: dict[int, list[Ask]] = {}
-        """By the first step."""
+        """Requests that wait for a slab, by its first step."""
         self._waiting: list[tuple[Ask, Sequence[StepRange]]] = []
-        """Asks that came before the order of the stream was known."""
+        """Requests that came before the order of the stream was known."""
         self._made: dict[int, MadeSlab] = {}
-        """By the first step."""
+        """Slabs that are made, by their first step."""
         self._outstanding: Counter[int] = Counter()
-        """How many ranges that begin with this step were fed and have not come."""
+        """How many ranges were fed to the walk and are not made, by their first step."""
         self._requested = 0
         self._is_closed = False
         self.last_asked = self._now = now
         self._worked_at = 0.0
-        """When something was done last for the slab that is made next."""
+        """When the engine last reported progress on the next slab."""
 
     @property
     def is_idle(self) -> bool:
@@ -150,7 +150,7 @@ class AskedStream:
         return sum(made.sending > 0 for made in self._made.values())
 
     def begin(self, new_walk: Callable[[], Walk]) -> None:
-        """Make the requested slabs, since the order is known; `new_walk` makes a fed walk of it."""
+        """Make the requested slabs, now that `new_walk` can make a walk over the known order."""
         if self._is_closed:
             return
         self._new_walk = new_walk
@@ -248,7 +248,7 @@ class AskedStream:
             del self._outstanding[first]
 
     def _follow(self, coming: Sequence[StepRange]) -> None:
-        """Plan the steps that will be requested next, and no others without a request."""
+        """Feed the steps that will be requested next; take back others that nobody requests."""
         assert self._walk is not None
         wanted = {steps.first for steps in coming}
         for steps in list(self._walk.fed):
@@ -287,7 +287,7 @@ class AskedStream:
         self._held.let_go(made)
         self._engine.release(self._delivery, [made.slab.slab_id])
 
-    # -- what the engine says --------------------------------------------------------------------
+    # -- answers of the engine -------------------------------------------------------------------
 
     def _open(self) -> None:
         assert self._new_walk is not None
@@ -324,7 +324,7 @@ class AskedStream:
             rest = StepRange(first + count * stride, steps.count - count)
             self._walk.taken.appendleft(rest)
             self._outstanding[rest.first] += 1
-        if first in self._made:  # it was fed twice
+        if first in self._made:  # the range was fed twice
             self._engine.release(self._delivery, [slab.slab_id])
         else:
             assembled = tasks.Assembled(count, 0, slab.bytes_used, slab.layout)
@@ -337,7 +337,7 @@ class AskedStream:
             self._held.hold(made, lambda: self._release(first))
 
     def _fail(self, error: DataplaneError) -> None:
-        """Handle a slab that cannot be made. The others can be, in another stream of the engine."""
+        """Answer requests for a slab that cannot be made; make others in a new engine stream."""
         assert self._walk is not None
         assert self._served is not None
         taken, fed = self._walk.taken, self._walk.fed
@@ -361,15 +361,15 @@ class AskedStream:
 
 
 STREAM_IDLE_S = 60.0
-# Slots for what a worker makes, for what is ready and what is being sent, and the zone beside them.
+# Slots per worker: for slabs that are being made, are ready, or are being sent, and for the zone.
 _SLOTS_A_WORKER = 8
-# The part of the slots for slabs that nobody asks for.
+# One slot in this many may have a slab that no node requests now.
 _HELD_PART = 4
 
 
 class MakingPlace(Struct, eq=False):
-    """The arena of all slabs of a job with one size of slots, and the streams that fill it; slabs
-    of some `closed` streams are still being read.
+    """The arena of all slabs of a job with one dp_size and slot size, and the streams that fill it;
+    slabs of some `closed` streams are still being read.
     """
 
     delivery: DeliveryArena
@@ -413,14 +413,14 @@ class MakingPlaces:
         self._config, self._engine = config, engine
         self._opener, self._lender = opener, lender
         self._leaving: list[MakingPlace] = []
-        """Places from which something may still be read."""
+        """Places that were left, but whose slabs may still be read."""
 
     def open(
         self, job_id: str, job: OpenedJob, dp_size: int, slot_bytes: int, now: float
     ) -> MakingPlace:
         """Create an arena with slots of this size.
 
-        Raises:  ConfigError: they are not whole pages.  BudgetTooSmall: they are too large.
+        Raises:  ConfigError: slots are not whole pages.  BudgetTooSmall: slots are too large.
         """
         layout = self._layout(slot_bytes)
         slab_bytes, samples = self._config.slab_bytes, job.sample_count
@@ -441,7 +441,7 @@ class MakingPlaces:
         return MakingPlace(delivery, sizes, HeldSlabs(layout.slot_count // _HELD_PART), now)
 
     def leave(self, place: MakingPlace) -> None:
-        """Close an arena once nothing of it is being read."""
+        """Close an arena once none of its slabs is being read."""
         for key in list(place.streams):
             place.close_stream(key)
         self._leaving.append(place)

@@ -77,14 +77,14 @@ class CategoryReader:
     async def of_job(
         self, manifest: Manifest, spec: JobSpec, check: Check, urls: Sequence[str] = ()
     ) -> Categories:
-        """Return the values of the columns that a job wants as codes. Other errors in its columns
-        are raised before any column is read. `urls` are those that the user passed.
+        """Return the values of the columns that a job wants as codes. Other errors in the
+        job's columns are raised before any column is read. `urls` are those that the user passed.
         """
         codes = coded_columns(spec.column_options)
         if not codes:
             return {}
         await check(manifest, spec)
-        # Those of the whole dataset, so that all views of it have the same codes.
+        # Find the values of the whole dataset, so that all of its views have the same codes.
         return await self.read(manifest.whole or manifest, codes, urls)
 
     async def read(
@@ -92,7 +92,8 @@ class CategoryReader:
     ) -> Categories:
         """Return the sorted values of each of these columns, in its canonical type, without nulls.
 
-        Raises:  ConfigError: a column has too many.  DataplaneError: as any job that reads it.
+        Raises:  ConfigError: a column has too many values.  DataplaneError: as for any job that
+        reads the dataset.
         """
         known = {name: manifest.categories[name] for name in columns if name in manifest.categories}
         others = [name for name in columns if name not in known]
@@ -168,7 +169,7 @@ class CategoryReader:
 class DistinctValues(Struct, eq=False):
     """Collects the distinct values of one column.
 
-    Raises:  ConfigError: there are more than VALUES_MAX, or than BYTES_MAX of them.
+    Raises:  ConfigError: there are more than VALUES_MAX values, or more than BYTES_MAX bytes.
     """
 
     column: str
@@ -184,7 +185,7 @@ class DistinctValues(Struct, eq=False):
         some = pc.unique(values)
         self._found.append(some)
         self._new_count += len(some)
-        # So that merging costs no more than reading the rows before it.
+        # Merge only when there are more new values than merged ones, to keep the cost linear.
         if self._new_count > max(_ROWS_MAX, self._merged_count):
             self._merge()
 
@@ -266,7 +267,7 @@ def _texts(slab: Slab, column: Column, content: bytes) -> Iterator[pa.Array]:
 # Count how many packs the documents of each block make, once per dataset, by the node's workers.
 #
 # The node reads the column of tokens like a trainer, from its first block to its last; for each
-# block, a worker reports the fate of its tokens. Fetching, decoding and budgets are as for any job.
+# block, a worker reports the use of its tokens. Fetching, decoding and budgets are as for any job.
 #
 # Invariants:
 # 1. Counts are stored in the cache folder, by dataset, view, and the code of its map. A manifest
@@ -284,8 +285,9 @@ _pack_trace = Trace("packs")
 
 
 class PackedManifest(Struct, frozen=True):
-    """The manifest of a view; if its samples are packs, `packing` is the fate of tokens, and
-    `counts` the number of packs of each block, known by this name.
+    """The manifest of a view. If its samples are packs, `packing` is the use of all tokens,
+    `counts` that of each block's tokens, stored under `name`, and `counted` has the blocks that
+    were read.
 
     Shapes:  counts: int64[K, NUMBERS], the Packing of each block with rows.
     """
@@ -298,7 +300,7 @@ class PackedManifest(Struct, frozen=True):
 
     def take_counted(self) -> Dataset | None:
         """Return the dataset that was read to count its packs; the caller takes over its blocks, or
-        forgets it. None if it was taken, or not read.
+        forgets it. None if it was taken before, or if no dataset was read.
         """
         return None if self.counted is None else self.counted.take()
 
@@ -335,7 +337,7 @@ class PackCounter:
         the view has no packs. `urls` are those that the user passed.
 
         Raises:  ConfigError: the columns cannot be packed, or make no packs.  DataplaneError: as
-        any job that reads them.
+        for any job that reads the columns.
         """
         if view.pack is None:
             return PackedManifest(manifest)
@@ -360,7 +362,7 @@ class PackCounter:
         return PackedManifest(of_packs, packing_in(counts), name, counts, counted)
 
     async def _name(self, manifest: Manifest, view: View, seed: int, urls: Sequence[str]) -> str:
-        """The name of the counts."""
+        """Return the name under which the counts are stored."""
         if not view.map:
             return counts_name(manifest, view, 0, "")
         spec = JobSpec(manifest.fingerprint, seed, view=view)
@@ -417,7 +419,10 @@ class PackCounter:
         return counts, dataset
 
     async def _read(self, dataset: Dataset, spec: JobSpec, name: str, work: LongWork) -> Int64:
-        """Shapes:  result: int64[K, NUMBERS], the Packing of each block."""
+        """Return the Packing of each block, continuing from counts that were stored before.
+
+        Shapes:  result: int64[K, NUMBERS].
+        """
         blocks, folder = dataset.manifest.block_count, self._config.cache_dir
         counts = np.zeros((blocks, NUMBERS), np.int64)
         before = await asyncio.to_thread(kept_packs, folder, name, _PART)

@@ -48,19 +48,20 @@ from dataplane.worker.death import WorkerPlace
 from dataplane.worker.limits import WorkerBytes
 from dataplane.worker.stacking import StackedPlan
 
-# Blocks that could be used in place, without arena memory, are packed only if those of open windows
-# take at most this part of the arena, and if the other columns copied along are at most this many
-# times larger.
+# Blocks that could be used in place, without arena memory, are packed only if the packed blocks of
+# all open windows take at most one part in _ROOM_PARTS of the arena, and if the other columns,
+# which are copied along, are at most _OTHERS_MAX times larger than the packed ones.
 _ROOM_PARTS = 2
 _OTHERS_MAX = 4
-# The part of the arena that blocks which stay may fill, together with their restart indexes.
+# Restart indexes are kept if all blocks and their indexes fill at most this part of the arena.
 _STAYING_SHARE = 0.9
 # Bytes that an Arrow stream adds to its columns: a schema message, headers and padding.
 _STREAM_BYTES = 4096
 _STREAM_BYTES_A_COLUMN = 512
-# Blocks that a map has made differ from the first rows, and converted lists are a part of theirs.
-# What is too large costs nothing once a block is decoded; a block that is larger is decoded again,
-# but none is refused for it.
+# The decoded size of mapped blocks is estimated from the first rows, times _MAPPED_SHARE as rows
+# differ. Too large an estimate costs nothing once the block is decoded; after too small a one, the
+# block is decoded again. Estimates are limited to one part in _MAPPED_PARTS of the arena, so that
+# no block is refused because of its estimate.
 _MAPPED_SHARE = 1.5
 _MAPPED_PARTS = 4
 
@@ -73,8 +74,8 @@ _MAPPED_PARTS = 4
 class StoredRows(Struct, frozen=True, eq=False):
     """The rows that each block stores, if a view has only some of them.
 
-    Shapes:  rows, first: int64[K], of the block, and where they begin in its shard.
-             words: uint64[K], the shard in the keys of its rows; None if no view needs them.
+    Shapes:  rows, first: int64[K], the number of rows, and the first row's index in its shard.
+             words: uint64[K], the shard's part of the keys of rows; None if no view needs keys.
     """
 
     rows: Ints | None = None
@@ -115,7 +116,7 @@ def stored_rows(manifest: Manifest) -> Ints:
 
 
 def largest_stored(manifest: Manifest, projection: Projection | None) -> int:
-    """Return the size of the largest block, decoded before its rows are chosen; 0 if none are."""
+    """Return the size of the largest block, decoded before a view selects rows; 0 if none does."""
     whole, kept = manifest.whole, manifest.kept
     if whole is None or kept is None:
         return 0
@@ -169,7 +170,7 @@ class Dataset(Struct, frozen=True, eq=False, weakref=True):
         return mapped_in(pa.ipc.read_schema(pa.py_buffer(schema))) if schema else None
 
     def path(self, block: int) -> str | None:
-        """The local file with the block, if the shard is one."""
+        """Return the local file with the block; None if the shard is not a local file."""
         is_remote = self.blocks.marks.is_remote.item(block)
         return None if is_remote else self.url(block)[len(FILE_PREFIX) :]
 
@@ -205,7 +206,8 @@ class Dataset(Struct, frozen=True, eq=False, weakref=True):
             if not self.has_bytes:
                 return None
             return tasks.Origin(url, shard, self._first_row(block), of_view)
-        # Blocks without packs are not among those of the manifest, but their rows are in the shard.
+        # This manifest leaves out blocks without packs, so `_first_row` would not count their rows.
+        # Use the first row that was stored.
         first, packs = self.stored.first, int(self.manifest.block_rows[block])
         assert first is not None
         return tasks.Origin(url, shard, first.item(block), filters(view), packs)
@@ -217,12 +219,12 @@ class Dataset(Struct, frozen=True, eq=False, weakref=True):
         return WorkerPlace(self.url(block), index, first_row=first, of_view=of_view)
 
     def _first_row(self, block: int) -> int:
-        """The index within its shard of the block's first sample."""
+        """Return the index within its shard of the block's first sample."""
         first = self.manifest.shards.block_starts.item(self._shard(block))
         return self.row_starts.item(block) - self.row_starts.item(first)
 
     def url(self, block: int) -> str:
-        """The shard of the block."""
+        """Return the url of the block's shard."""
         return self.manifest.shards.urls[self._shard(block)]
 
     def _shard(self, block: int) -> int:
@@ -230,8 +232,8 @@ class Dataset(Struct, frozen=True, eq=False, weakref=True):
 
 
 def heritage(heir: Dataset, former: Dataset) -> Ints | None:
-    """Return the number in `former` of each block of `heir`, if equal blocks stay equal once
-    decoded: later steps may differ, and `former` may have more blocks. None if they differ.
+    """Return the index in `former` of each block of `heir`; None if the two datasets decode blocks
+    differently. Later steps may differ, and `former` may have more blocks.
     """
     if heir.manifest.fingerprint != former.manifest.fingerprint:
         return None
@@ -266,7 +268,7 @@ def _sample_bytes(manifest: Manifest, columns: Columns, projection: Projection |
 
 
 def _projection(manifest: Manifest, columns: Sequence[str]) -> Projection | None:
-    """Return the bytes that can be skipped if only these columns are wanted."""
+    """Return which bytes can be skipped if only these columns are wanted; None if all are read."""
     whole = manifest.whole or manifest
     places, names = whole.column_places, pa.ipc.read_schema(pa.py_buffer(manifest.schema)).names
     wanted = set(columns)
@@ -300,7 +302,7 @@ def _decoded_bytes(
     elif columns.mapped is not None:
         size = (rows * columns.mapped.row_bytes * _MAPPED_SHARE * growth).astype(np.int64)
     elif row_layout is not None and columns.is_fixed:
-        size = rows * columns.fixed_bytes  # only of requested columns
+        size = rows * columns.fixed_bytes  # the requested columns alone
     else:
         size = (size * growth).astype(np.int64) + rows * _wider_bytes(columns.plan.leaves)
     if row_layout is not None:
@@ -309,8 +311,8 @@ def _decoded_bytes(
 
 
 def _list_growth(plan: ColumnPlan) -> float:
-    """Return how many times larger converted lists become. Blocks with texts, bytes or objects are
-    assumed to consist mostly of these.
+    """Return how many times larger blocks become if lists are converted; 1 for blocks with texts,
+    bytes or objects, which are assumed to take most of the block.
     """
     casts, growth = casts_of(plan.options), 1.0
     if not casts or any(not spec.dtype for spec in plan.specs):
@@ -348,8 +350,8 @@ def _marks(
     manifest: Manifest, decoded: Ints, projection: Projection | None, *, direct: bool
 ) -> Marks:
     shards = manifest.shards
-    # For each shard: the bytes fetched with every block, -1 for a local file; whether blocks are
-    # decoded.
+    # `preamble` has, for each shard, the bytes that are fetched with every block, -1 for a local
+    # file; `is_decoded`, whether the shard's blocks are decoded.
     is_local = shards.urls.starting_with(FILE_PREFIX.encode())
     preamble = np.where(is_local, -1, shards.preamble_length)
     is_decoded = ~shards.zero_copy if direct else np.ones(len(shards), np.bool_)
@@ -368,9 +370,10 @@ def can_pack(
     manifest: Manifest, spec: JobSpec, arena_bytes: int, known: Columns | None = None
 ) -> bool:
     """Whether packing a job's blocks pays: its rows must be shuffled. If blocks could be used in
-    place, packed blocks must also fit until they were used, and little else may be copied.
+    place, packed blocks must also fit into the arena until they are used, and few other columns may
+    be copied along.
 
-    Raises:  ConfigError: a column that is not there.
+    Raises:  ConfigError: a requested column does not exist.
     """
     columns = known or columns_of(manifest, spec)
     row_layout = columns.row_layout if spec.shuffle else None
@@ -396,8 +399,8 @@ def _message(
     *,
     packed: bool,
 ) -> tasks.OpenDataset:
-    """Return the description of the dataset for workers. It is about blocks, so it does not depend
-    on the options of batches.
+    """Describe the dataset for workers. The description is about blocks, so the options of batches
+    do not matter.
     """
     is_random = found.mapped is not None and found.mapped.takes_generator
     return tasks.OpenDataset(
@@ -427,13 +430,13 @@ def dataset_of(
     """Plan how a job with this spec reads the manifest, with workers that may take `worker_bytes`
     and a block arena of `arena_bytes`. Codes refer to `categories`.
 
-    Raises:  ConfigError: a column that is not there.
+    Raises:  ConfigError: a requested column does not exist.
     """
     found = known or columns_of(manifest, spec)
     columns = found.plan
     row_layout = found.row_layout if packed else None
     direct = found.is_canonical and row_layout is None and not filters(spec.view)
-    direct = direct and not spec.view.bad_max  # which of its rows are bad is found by decoding
+    direct = direct and not spec.view.bad_max  # only decoding finds the bad rows
     projection = _projection(manifest, reads_columns(spec.view, found.schema, found.top_level))
     decoded = _decoded_bytes(manifest, found, row_layout, projection)
     is_guessed = found.mapped is not None or _list_growth(columns.leaves) > 1

@@ -75,7 +75,7 @@ class Datasets:
         return len(self._read)
 
     def new_id(self) -> int:
-        """A unique name for a dataset, used with the workers."""
+        """Return a unique number for a dataset, by which workers know the dataset."""
         return next(self._numbers)
 
     async def check(self, manifest: Manifest, spec: JobSpec) -> None:
@@ -166,7 +166,7 @@ class Datasets:
             )
             check_fills(dataset.columns.leaves)
             check_lists(dataset.columns.specs, spec.column_options)
-            if mapped is None:  # else its nulls are not those of the shards
+            if mapped is None:  # a map may add or remove nulls
                 check_nulls(dataset.columns.leaves, manifest.nulls, manifest.shards.urls)
             delivered_columns(dataset.columns.specs, spec)
             return dataset
@@ -174,18 +174,18 @@ class Datasets:
     def _end_planning(self, key: _PlanKey, done: asyncio.Future[Dataset]) -> None:
         del self._planning[key]
         if not done.cancelled():
-            done.exception()  # callers that waited have it; without callers it does not matter
+            done.exception()  # mark it as retrieved: callers that still wait get it
 
 
 def _signed(manifest: Manifest) -> _Signed:
-    """Return the signatures of urls: jobs with differently signed urls share no blocks, since the
+    """Return the signed urls: jobs with differently signed urls share no blocks, since the
     signatures expire at different times.
     """
     return tuple(url for url in manifest.urls[:_URLS_SHOWN_MAX] if unsigned(url) != url)
 
 
 def shown(urls: Sequence[str]) -> str:
-    """A dataset's urls for display."""
+    """Format a dataset's urls for display."""
     shown = ", ".join(map(redacted, urls[:_URLS_SHOWN_MAX]))
     more = len(urls) - _URLS_SHOWN_MAX
     return f"{shown}, and {more} more" if more > 0 else shown
@@ -196,7 +196,7 @@ def declared(urls: Sequence[str]) -> tuple[str, ...]:
     token: these urls, or their common beginning if there are many.
     """
     if len(urls) > URLS_MAX:
-        start = os.path.commonprefix([min(urls), max(urls)])  # noqa: RUF071 - of characters
+        start = os.path.commonprefix([min(urls), max(urls)])  # noqa: RUF071 - a prefix of characters
         return (f"{unsigned(start)}*",)
     return tuple(map(unsigned, urls))
 
@@ -206,8 +206,8 @@ def declared(urls: Sequence[str]) -> tuple[str, ...]:
 # Fill in the defaults of a mixture: lanes, windows, and the share of each source. Make the orders
 # of epochs.
 #
-# All of it depends only on the sources' manifests and the user's arguments, never on ranks or
-# hosts, so that a job may be resumed on any number.
+# The results depend only on the sources' manifests and the user's arguments, never on ranks or
+# hosts, so that a job may be resumed on any number of hosts.
 
 
 LANES_MAX = 1 << 20
@@ -230,7 +230,7 @@ def requests_of(request: OpenJob) -> tuple[OpenJob, ...]:
 def check_mixture(mixture: MixtureAsked, lanes: int) -> None:
     """Check the limits of a mixture.
 
-    Raises:  ConfigError: too many sources or lanes, or two sources of one name.
+    Raises:  ConfigError: too many sources or lanes, or two sources with the same name.
     """
     names = [source.name for source in mixture.sources]
     if lanes > LANES_MAX:
@@ -316,7 +316,7 @@ def shares_of(
 ) -> tuple[int, ...]:
     """Convert changed weights to shares, in the unit of the mixture.
 
-    Raises:  ConfigError: there is not one weight a source, or a weight is invalid.
+    Raises:  ConfigError: the number of weights is not that of sources, or a weight is invalid.
     """
     if len(weights) != len(mixture.sources):
         raise ConfigError(
@@ -333,8 +333,8 @@ def shares_of(
 def check_columns(names: Sequence[str], datasets: Sequence[Dataset]) -> None:
     """Check that the sources can be mixed.
 
-    Raises:  ConfigError: the sources differ in their columns; a table says where. Or two of them
-    are one dataset.
+    Raises:  ConfigError: the sources differ in their columns, which the message lists, or two
+    sources are the same dataset.
     """
     if len({dataset.dataset_id for dataset in datasets}) < len(datasets):
         ids = [dataset.dataset_id for dataset in datasets]
@@ -363,7 +363,7 @@ def check_columns(names: Sequence[str], datasets: Sequence[Dataset]) -> None:
 
 
 def _table(names: Sequence[str], specs_of: Sequence[Sequence[ColumnSpec]]) -> str:
-    """Format the columns that differ, a line each."""
+    """Format the columns that differ as a table, with a line for each."""
     known = [{spec.name: spec for spec in specs} for specs in specs_of]
     columns = list(dict.fromkeys(spec.name for specs in specs_of for spec in specs))
     rows = [["column", *names]]
@@ -398,7 +398,7 @@ def _shares(mixture: MixtureAsked, datasets: Sequence[Dataset]) -> tuple[int, ..
     if mixture.unit is not MixUnit.TOKENS:
         return quantised(weights)
     lengths = _mean_lengths(mixture)
-    # Without lengths, the bytes of the columns that are asked for: tokens in proportion.
+    # Without lengths, use the bytes of a sample, which are in proportion to its tokens.
     return quantised(of_tokens(weights, lengths if all(lengths) else row_bytes))
 
 
@@ -458,10 +458,11 @@ class Orders:
         """Return the order of an epoch of a job over these datasets, with the weights of `mix`, and
         without the removed rows.
 
-        Raises:  DataplaneError: it cannot be made; the next call tries again.
+        Raises:  DataplaneError: the order cannot be made; the next call tries again.
         """
         spec = with_mix(spec, mix)
-        # All options but those that no order depends on, so that a new one need not be named here.
+        # The key has all options except those on which no order depends, so that an option that is
+        # added later is part of the key unless it is named here.
         named = replace(
             spec,
             global_batch=1,

@@ -60,7 +60,7 @@ class DeliveryArena(Struct, eq=False):
     """The memory of one delivery, and the number of members that use it. The orders of its streams
     cover `datasets`, number their blocks consecutively, and need datasets with equal columns.
     Deliveries of one `group` have equal slabs for equal steps; None if slabs are made only for this
-    arena. `job`: other nodes may make slabs for it.
+    arena. `job`, if set, lets other nodes make its slabs.
     """
 
     delivery_id: int
@@ -74,10 +74,10 @@ class DeliveryArena(Struct, eq=False):
     is_light: bool = False
     """Whether only other nodes can make its slabs."""
     names_sources: bool = False
-    """Whether the last column of its batches says which of the datasets a sample is of."""
+    """Whether the last column of its batches names the dataset of each sample."""
     collated: CollatedColumns | None = None
-    """The columns that a collate function makes; None if there is no function, or if columns
-    of rows are requested."""
+    """The columns that a collate function makes; None if there is no function, or if the slab is to
+    describe what the function returns."""
     job_id: str = ""
     """The job whose slabs these are; "" if the node itself reads them."""
     is_for_nodes: bool = False
@@ -120,8 +120,8 @@ class DeliveryArena(Struct, eq=False):
 
 
 def bad_limit(spec: JobSpec, datasets: Sequence[Dataset]) -> int | None:
-    """Return how many rows of a job may be replaced since they cannot be read; None if none are,
-    or any number.
+    """Return how many rows of a job may be replaced since they cannot be read; None if no rows are
+    replaced, or if any number may be.
     """
     if not spec.bad_max:
         return None
@@ -135,7 +135,7 @@ def delegated_job(
     """Return the facts that other nodes need to make slabs of this job; None if its urls are
     signed, since signed urls are not passed on.
 
-    Raises:  ConfigError: other nodes cannot make what a node without workers has to deliver.
+    Raises:  ConfigError: the urls are signed, and this node has no workers to make slabs itself.
     """
     signed = [url for url in request.source.urls if unsigned(url) != url]
     if signed and not has_workers:
@@ -150,29 +150,29 @@ def delegated_job(
 
 
 def layout_of(config: NodeConfig, slot_bytes: int) -> SlotLayout:
-    """Return the slots of one dp rank, of this size: as many as all workers can fill at the same
-    time.
+    """Plan the arena of one dp rank, with slots of this size: at most as many as all workers can
+    fill at the same time, and a few more.
     """
     slots_max = config.worker_count_most + AHEAD_SLOTS_MIN
     return plan_slots(config.delivery_bytes_per_rank, slot_bytes, slots_max)
 
 
 def delivery_bytes_max(config: NodeConfig) -> int:
-    """The most memory that one delivery arena may take, however large its batches are."""
+    """Return the most memory that one delivery arena may take, however large batches are."""
     return max(config.delivery_bytes_per_rank, 2 * config.block_arena_bytes)
 
 
 def delivery_memory(config: NodeConfig, layout: SlotLayout, batch_bytes: int) -> Arena:
     """Allocate memory for slabs whose batches take about `batch_bytes`.
 
-    Raises:  BudgetTooSmall: it takes too much, or the machine has no memory.
+    Raises:  BudgetTooSmall: the arena would take too much, or the machine has no memory.
     """
     budget = delivery_bytes_max(config)
     if layout.arena_bytes > budget:
         raise budgets.rank_takes_too_much(layout, batch_bytes, config.slab_bytes, budget)
     arena = Arena.create("dataplane-delivery", layout.arena_bytes)
     try:
-        # The other slots when they are used: mapping all of them takes a quarter of a second.
+        # Allocate other slots when they are used: allocating all takes a quarter of a second.
         arena.reserve(0, layout.slot_bytes)
     except BudgetTooSmall:
         arena.close()
@@ -189,10 +189,10 @@ Send = Callable[[int, FromNodeBody], None]
 
 
 class ServedStream(Struct, eq=False):
-    """A stream. `send` answers a request of its consumer, which was sent its steps before
-    `steps_sent`. `on_begun` is called once, after its first slab was sent. `on_planned` is called
-    once, when its last step is planned; `is_planned` says that this happened, `has_failed` that
-    planning failed. `maps` names the functions that workers call over its blocks.
+    """A stream. `send` answers requests of its consumer, to which all steps before `steps_sent`
+    were sent. `on_begun` is called once, after the first slab was sent, and `on_planned`
+    once, when the last step is planned; then `is_planned` is set, and `has_failed` if planning
+    failed. `maps` names the functions that workers call over the stream's blocks.
     """
 
     stream_id: int
@@ -217,9 +217,9 @@ class ServedStream(Struct, eq=False):
             call(self)
 
     def check_consumed(self, cursor: int) -> None:
-        """Check the cursor that all ranks have consumed according to the consumer.
+        """Check the cursor up to which all ranks have consumed samples, according to the consumer.
 
-        Raises:  ConfigError: it is beyond what the consumer was sent.
+        Raises:  ConfigError: the cursor is beyond the last sample that the consumer was sent.
         """
         walk, begin = self.walk, self.walk.stream
         steps = max(begin.first_step, self.steps_sent)
@@ -247,10 +247,10 @@ class ServedStream(Struct, eq=False):
 
 
 ROWS_MAX = 1024
-"""Rows that are reported of each job: more are a problem that lines of a log do not solve."""
+"""The most rows that are reported for each job: more lines in the log would not help anybody."""
 _AT_ONCE, _LISTED = 64, 20
 _TEXT_MAX = 1024
-"""Characters of another node's text: a heartbeat must be sent, whatever the text is."""
+"""The most characters of a url or a reason, so that a heartbeat with them can always be sent."""
 _JOBS_MAX = 64
 _RowName = tuple[str, int]
 
@@ -276,12 +276,12 @@ class ReplacedRows:
                 self._note(delivery.job_id, short, 1 + (delivery.bad_limit or 0))
 
     def count(self, job_id: str) -> int:
-        """Return how many rows of a job are replaced, of those that are counted."""
+        """Return how many replaced rows of a job were counted; counting stops at a limit."""
         return len(self._rows.get(job_id, ()))
 
     def checked(self, delivery: DeliveryArena, result: tasks.ResultBody) -> tasks.ResultBody:
-        """Note the replaced rows of a slab. Return its result, or the error that ends a job of
-        which more rows are replaced than it allows.
+        """Note the replaced rows of a slab. Return its result, or the error that ends the job if
+        more rows are replaced than the job allows.
         """
         self.note(delivery, result)
         return self._excess(delivery) or result
@@ -342,16 +342,17 @@ class ReplacedRows:
 
 
 _BATCHES_MAX = 256
-# One packet describes a slab: this many bytes for all batches, and this many per batch and column.
+# One packet describes a slab: the most bytes for all batches, and the bytes per batch and column.
 _TOLD_BYTES_MAX = 128 << 10
 _TOLD_BYTES_A_PIECE = 16
-# A batch of rows of different lengths may be larger than the mean suggests.
+# Room for batches of variable-length rows, which may be larger than the mean suggests.
 _SPREAD = 1.25
-# Of the column that names the source of a sample.
+# Bytes of a row in the column that names the source of a sample.
 _SOURCE_BYTES = 4
-# A worker makes such a slab alone: more and smaller ones keep more workers busy.
+# Slabs of a collate function are smaller by this factor: one worker makes each of them alone, and
+# more slabs keep more workers busy.
 _COLLATED_PARTS = 4
-# What a worker takes for an image, until it has made some.
+# The time that a worker takes for an image, assumed until workers have decoded some.
 _IMAGE_S = 0.0005
 # Weight of image-like bytes in a stored sample, relative to text or lists.
 _BYTES_PARTS = 8
@@ -391,9 +392,9 @@ def slab_sizes(
 
 def _is_divisible(dataset: Dataset, spec: JobSpec) -> bool:
     """Whether workers can write the rows of a slab in parallel, since each knows where its own rows
-    go. Not if that depends on a function's result, on Arrow values, or on whether another row's
-    image can be decoded. Slabs of texts and lists alone are not divided: finding the places of all
-    rows takes about as long as copying them.
+    go. They cannot if the places of rows depend on a function's result, on Arrow values, or on
+    whether another row's image can be decoded. Slabs of texts and lists alone are not divided:
+    finding the places of all rows takes about as long as copying them.
     """
     pack, columns = spec.view.pack, dataset.columns.specs
     if pack is not None:
@@ -449,7 +450,7 @@ _NODE = "see the node's log"
 
 
 class Called(Struct, frozen=True):
-    """The functions of a job that workers call: their names, "" without."""
+    """The names of the functions of a job that workers call; "" if there is none."""
 
     map: str = ""
     collate: str = ""
@@ -492,8 +493,8 @@ def stall_error(
 
 
 def _words(progress: SlabProgress, called: Called) -> tuple[str, str, str]:
-    """Describe the node's work for this slab, the function that it calls, and what helps if that
-    hangs.
+    """Describe the node's work for this slab, the function that it calls, and advice for the case
+    that this work hangs.
     """
     stage = progress.stage
     if stage == SlabPhase.WAITING.value:

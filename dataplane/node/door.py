@@ -2,7 +2,7 @@
 
 Invariants:
 1. Connections never use up the descriptors that logs, imports, workers and shards need: there are
-   at most `count_max`, and one process has at most half of them, and 512.
+   at most `count_max`, and one process has at most half of them, and at most 512.
 2. A connection that sends no Hello within `_HELLO_S` is closed. If there is no room for a new one,
    the one that has been silent longest is closed at once. So idle connections keep no trainer out.
 3. If descriptors run short anyway, no connection is accepted for a second, so that the loop does
@@ -39,7 +39,7 @@ class Visitor(Protocol):
     """An accepted connection. It reports its Hello and its end to the door."""
 
     def fileno(self) -> int:
-        """The socket's descriptor."""
+        """Return the socket's descriptor."""
 
     def close(self) -> None:
         """Hang up."""
@@ -96,8 +96,8 @@ class Door:
         self._ends.close()
 
     def tick(self, now: float | None = None) -> None:
-        """Close connections that have been silent for too long, and tell how many lines about
-        refused ones, and others, are not in the log.
+        """Close connections that have been silent for too long, and log how many lines were
+        left out of the log, about refused connections and others.
         """
         tell_suppressed()
         for visitor in self._admission.late(time.monotonic() if now is None else now):
@@ -152,7 +152,7 @@ class Door:
             self._close(older, source, f"there are {count}, as many as open files allow")
 
     def _on_end(self) -> None:
-        """Close one connection that has ended. There may be more, each with many last messages."""
+        """Close one connection that has ended; others later, since each may have many messages."""
         for fd, _ in self._ends.poll(0, 1):
             self._visitor_of[fd].hung_up()
 
@@ -191,10 +191,10 @@ async def wait_stop(stop: asyncio.Event, seconds: float, *, is_draining: bool) -
 async def done_before(
     stop: asyncio.Event, waiting: Coroutine[Any, Any, None], meanwhile: Callable[[], None]
 ) -> bool:
-    """Run this until it ends or `stop` is set, and return whether it ended; otherwise it is
+    """Run `waiting` until it ends or `stop` is set, and return whether it ended; otherwise it is
     cancelled. `meanwhile` is called periodically.
 
-    Raises:  every error that it raises.
+    Raises:  every error that `waiting` raises.
     """
     task = asyncio.create_task(waiting)
     stopping = asyncio.create_task(stop.wait())

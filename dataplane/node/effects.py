@@ -1,14 +1,14 @@
-"""Carry out the scheduler's decisions about what lies outside of this process's memory: blocks of
-neighbours and for them, blocks on disk, blocks for workers, and slabs that other nodes make.
+"""Carry out the scheduler's decisions that involve other processes and nodes: blocks from and for
+neighbours, blocks on disk, blocks for workers, and slabs that other nodes make.
 
-Blocks that come from neighbours, and that neighbours request:
+The first section is about blocks that come from neighbours, or that neighbours request.
 
 Invariants:
 1. A block that is being fetched from a neighbour is refused to others, and a block that is read for
    a neighbour is read from the store: so no two nodes wait for each other.
 2. If a neighbour is gone before it has sent a decoded block, the block is read from the store.
-3. The blocks of a requested run are decided one by one. The run has one answer, when each of them
-   is decided, and all blocks sent for it are freed at the same time.
+3. The blocks of a requested run are decided one by one. The run is answered once, when all of
+   its blocks are decided, and all blocks sent for the run are freed at the same time.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ from dataplane.worker.death import WorkerPlace
 
 
 class _Run(Struct, eq=False):
-    """A run that is asked for with this number: how each of its blocks has ended, how many have
-    not, and what is given of it.
+    """A requested run of blocks: the number of the request, how each block has ended, how many are
+    left to decide, and the regions to send, by the number of their block.
     """
 
     number: int
@@ -79,20 +79,20 @@ class LentBlocks:
         self._expected: set[BlockName] = set()
         """Blocks that are on their way here from neighbours."""
         self._left_alone: set[BlockName] = set()
-        """Blocks that are read from the store next."""
+        """Blocks that a neighbour could not send: the next read is from the store."""
         self._runs: dict[int, _Run] = {}
-        """The runs that wait for their answer, by the number of each block that has none."""
+        """The unanswered runs, by the number of each block that is not decided yet."""
 
     @property
     def _lending(self) -> Lending:
         lending = self._neighbours.lending
-        assert lending is not None  # otherwise nobody could ask
+        assert lending is not None  # without a lender, no neighbour could send a request
         return lending
 
     def source_of(
         self, dataset: Dataset, effect: events.Fetch, jobs: Iterable[str]
     ) -> Neighbour | None:
-        """Return the neighbour that a block of these jobs comes from, if it has it; None for the
+        """Return the neighbour from which to request a block that these jobs read; None for the
         store.
         """
         name = BlockName(effect.dataset_id, effect.block)
@@ -105,7 +105,7 @@ class LentBlocks:
         return replace(neighbour, form=BlockForm.DECODED) if effect.is_decoded else neighbour
 
     def fetched(self, name: BlockName, outcome: Outcome) -> bool:
-        """A read of this block has ended. Whether a neighbour owns it."""
+        """Note the end of a read of this block; return whether a neighbour owns the block."""
         is_guest = name in self._expected
         self._expected.discard(name)
         self._left_alone.discard(name)
@@ -114,7 +114,7 @@ class LentBlocks:
         return is_guest
 
     def asked(self, ask: Asked, dataset: Dataset | None) -> None:
-        """A neighbour asks for part of a block of this dataset, or for several blocks."""
+        """Handle a neighbour's request for part of a block of a dataset, or for several blocks."""
         request = ask.request
         last = request.block + request.count - 1
         if dataset is None or last >= dataset.manifest.block_count:
@@ -140,7 +140,7 @@ class LentBlocks:
         blocks = range(request.block, request.block + request.count)
         shards = dataset.manifest.block_shard
         lengths = [dataset.blocks.read_bytes(block) for block in blocks]
-        # Only the shard of the first block was checked for what may be lent.
+        # Refuse runs over several shards: permission was checked for the first block's shard only.
         is_one_shard = shards.item(blocks[0]) == shards.item(blocks[-1])
         if not is_one_shard or request.form is not BlockForm.RAW or sum(lengths) != request.length:
             self._lending.refuse(first)
@@ -155,7 +155,7 @@ class LentBlocks:
                 self._ask_scheduler(request, dataset, number, block, Region(0, length))
 
     def lend(self, effect: events.LendBlock) -> None:
-        """Carry out a loan."""
+        """Send a block to the neighbour that requested it, or add it to its run."""
         run = self._runs.get(effect.number)
         if run is None:
             after = partial(self._sent, (effect.number,))
@@ -165,7 +165,7 @@ class LentBlocks:
         self._end(run, effect.number, wire.GIVEN_WHOLE)
 
     def say_decoded(self, effect: events.OnlyDecoded) -> None:
-        """Answer with the size of the decoded block, which is all that is here."""
+        """Answer that only the decoded block is here, and how large it is."""
         run = self._runs.get(effect.number)
         if run is None:
             self._lending.only_decoded(effect.number, effect.length)
@@ -181,7 +181,7 @@ class LentBlocks:
             self._end(run, effect.number, wire.NOT_GIVEN)
 
     def _end(self, run: _Run, number: int, end: int) -> None:
-        """A block of a run has its answer."""
+        """Note how a block of a run has ended; answer the run after the last block."""
         del self._runs[number]
         run.ends[number - run.number] = end
         run.left -= 1
@@ -212,7 +212,7 @@ class KeptBlocks:
     def __init__(self, fetcher: Fetcher, tell: Callable[[DiskEvent], None]) -> None:
         self._fetcher, self._tell = fetcher, tell
         self._asked: set[BlockName] = set()
-        """Blocks that the disk was asked for, and has not refused."""
+        """Blocks that were requested from the disk, and not found missing there."""
 
     def asked(self, dataset: Dataset, effect: events.Fetch) -> Callable[[Outcome], None] | None:
         """Return the function to call if the disk lacks a block; None if the disk is not tried."""
@@ -252,7 +252,7 @@ class KeptBlocks:
 
 
 def _trouble(outcome: Outcome) -> str:
-    """Return why the disk failed; "" if it works, and only lacks the block."""
+    """Return why the disk failed; "" if it did not fail, even if it lacks the block."""
     if isinstance(outcome, NotKept):
         return str(outcome.trouble or "")
     return "" if outcome is None else str(outcome)
@@ -264,8 +264,8 @@ def _trouble(outcome: Outcome) -> str:
 
 
 class BlockSources:
-    """The ready blocks and excerpts of a node, by key. `find` names a block or excerpt,
-    `dataset_of` a dataset by its number.
+    """The ready blocks and excerpts of a node, by key. `find` returns a block or excerpt by
+    its key, `dataset_of` a dataset by its number.
     """
 
     def __init__(
@@ -303,7 +303,7 @@ class BlockSources:
         return tasks.BlockSource(key, raw, block.decoded, origin, noted)
 
     def message_of(self, key: int) -> tasks.OpenDataset:
-        """Return the description of its dataset's columns."""
+        """Return the description of the block's dataset for workers."""
         return self._dataset_of(self._find(key).dataset.dataset_id).message
 
     def place_of(self, key: int) -> WorkerPlace:
@@ -312,7 +312,9 @@ class BlockSources:
         return self.place(BlockName(block.dataset.dataset_id, block.index))
 
     def place(self, first: BlockName | None) -> WorkerPlace:
-        """Return the place of a block given by name; None for a batch without rows."""
+        """Return the place of this block for error messages; `first` is None for a batch without
+        rows.
+        """
         if first is None:
             return WorkerPlace("a batch without rows")
         return self._dataset_of(first.dataset_id).place(first.block)
@@ -323,9 +325,10 @@ class BlockSources:
 # Have other nodes make slabs of this node's trainers, and check the results.
 #
 # Invariants:
-# 1. Each MakeElsewhere is answered by one SlabAssembled, once its memory is no longer written.
+# 1. Each MakeElsewhere is answered by one SlabAssembled, once the slab's memory is no longer
+#    written.
 # 2. A maker proves that it knows the key of the job, so its slabs come from a node of the same
-#    cluster, and are as trustworthy as those of the own workers. Their descriptions are checked:
+#    cluster, and are as trustworthy as those of own workers. Their descriptions are checked:
 #    nothing may point outside of the slab.
 
 
@@ -354,7 +357,7 @@ class Delegating:
         self._reads, self._neighbours, self._tell, self._made = reads, neighbours, tell, made
         self._deliveries: dict[int, _Delegated] = {}
         self._orders: dict[int, int] = {}
-        """Their numbers, by those of the slab tasks."""
+        """The number of each order, by the number of its slab task."""
 
     def open(self, delivery: DeliveryArena) -> None:
         """Allow slabs to be made elsewhere for this delivery, which the scheduler knows."""
@@ -371,14 +374,14 @@ class Delegating:
             self._reads.detach_arena(delivery_id)
 
     def nodes_changed(self, job_id: str) -> None:
-        """Note that other nodes make slabs of this job now, or that they have other keys."""
+        """Note that the nodes that make slabs of this job have changed, or their keys have."""
         for known in self._deliveries.values():
             job = known.delivery.job
             if job is not None and job.opening.job_id == job_id:
                 self._learn(known)
 
     def make(self, effect: events.MakeElsewhere) -> None:
-        """Send the order to the maker, unless it is gone."""
+        """Send the order to the maker; report an error if the maker is gone."""
         known = self._deliveries[effect.delivery_id]
         job, maker = known.delivery.job, known.makers.get(effect.maker)
         assert job is not None
@@ -388,7 +391,7 @@ class Delegating:
             return
         steps, slot_bytes = effect.steps, effect.slot_bytes
         wanted = MakeSlab(job.digest, effect.stream, steps, slot_bytes, job.software, effect.coming)
-        opening = cast(OpenJob, known.opening)  # as it is sent
+        opening = cast(OpenJob, known.opening)  # encoded already
         order = fetches.ReadSlab(
             0,
             maker,
@@ -476,9 +479,9 @@ _OTHERS_TRIED, _OTHER_BYTES_MAX = 32, 256 << 20
 
 
 class OtherBlocks:
-    """Blocks whose rows take the places of those of blocks that cannot be decoded at all, in jobs
-    that ask for it: docs/order.md specifies which. They are read in a thread, whole, as they are
-    rare.
+    """Reads the blocks whose rows replace those of blocks that cannot be decoded at all, in jobs
+    that request this; docs/order.md specifies which blocks. This is rare, so each block is read
+    whole, in a thread.
     """
 
     def __init__(self, connect: Callable[[str], Store] | None) -> None:
@@ -493,8 +496,9 @@ class OtherBlocks:
         decode: Callable[[tasks.BadBlock], None],
         fail: Callable[[DataplaneError], None],
     ) -> bool:
-        """Begin to read another block, after this error, and call `decode` with it or, if it cannot
-        be read, `fail`. Return False if none is wanted, or all that may be were tried.
+        """Begin to read another block in place of one that failed with this error. Call `decode`
+        with the other block or, if it cannot be read, `fail`. Return False if the error needs no
+        other block, or all blocks that may be tried were tried.
         """
         tried = self._tried.pop(effect.key, {effect.block})
         if not isinstance(error, CorruptShard | FunctionError) or error.nouns.get("shard") is None:

@@ -4,10 +4,10 @@ The engine decides nothing itself. Everything here runs on the event loop and ne
 of each plan, fetch, decoding or assembly becomes an event for the scheduler.
 
 Invariants:
-1. Events are handled one after the other: the effects of one are carried out, in order, before the
-   next is passed to the scheduler.
+1. Events are handled one after the other: the effects of an event are carried out, in order, before
+   the next event is passed to the scheduler.
 2. Memory is allocated by the process that writes into it: fetchers, workers, and this module for
-   its own writes. If the machine refuses it, the task that needed it fails with that error.
+   its own writes. If the machine refuses memory, the task that needs it fails with that error.
 """
 
 from __future__ import annotations
@@ -61,13 +61,11 @@ from dataplane.scheduler.walk import Plan, Walk
 from dataplane.store.faults import UNREACHABLE
 
 # -- plans ----------------------------------------------------------------------------------------
-#
-# Make the plans of streams, in one thread.
 
 
 class Planner:
-    """Makes plans. Call `plan(effect, report)` from the event loop, on which `report` is then
-    called.
+    """Makes the plans of streams, in one thread. Call `plan` from the event loop; `report` is
+    called there, too.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -133,7 +131,7 @@ class Engine:
         connect: Connect | None = None,
     ) -> None:
         self.scheduler = scheduler
-        """Others may read its counts; only the engine gives it events."""
+        """The scheduler. Others may read its counts; only the engine passes events to it."""
         self._arena = arena
         self._fetcher, self._pool = fetcher, pool
         self._trace, self._node_id, self._clock = trace, node_id, clock
@@ -143,17 +141,17 @@ class Engine:
         self.replaced, self._others = ReplacedRows(trace), OtherBlocks(connect)
         self.delegating = Delegating(fetcher.origin, neighbours, self._tell, self.replaced.note)
         self._datasets: dict[int, Dataset] = {}
-        self._reader_counts: Counter[int] = Counter()  # deliveries, by dataset
+        self._reader_counts: Counter[int] = Counter()  # deliveries that read each dataset
         self._deliveries: dict[int, DeliveryArena] = {}
         self._streams: dict[int, ServedStream] = {}
         self._sources = BlockSources(scheduler.block, lambda number: self._datasets[number])
         self.numbers, self._stream_ids = itertools.count(1), itertools.count(1)
-        """`numbers` are unique names, of arenas and of holders of slabs."""
+        """`numbers` yields unique names for arenas and for holders of slabs."""
         self._events: deque[events.Event] = deque()
         self._reads: list[BlockRead] = []
-        """Blocks that are read in one request, until the last of them is known."""
+        """The blocks of the read request that is being collected."""
         self._holder = (0, 0)
-        """The key of a block that was larger than its room, and the worker that still has it."""
+        """The key of a block that did not fit into its room, and the worker that has decoded it."""
         self._is_deciding = False
         self._is_due = False
         self._carry_out: dict[type, Callable[[Any], None]] = {
@@ -203,8 +201,8 @@ class Engine:
         self._pool.forget_slabs(delivery.datasets[0].dataset_id, delivery.delivery_id)
 
     def open_datasets(self) -> Iterator[tuple[str, Dataset]]:
-        """Yield the id and a dataset of each job whose slabs are made here, for trainers or other
-        nodes.
+        """Yield (job id, dataset) for each dataset of the jobs whose slabs this node makes, for
+        trainers or for other nodes.
         """
         for delivery in self._deliveries.values():
             if delivery.job_id:
@@ -221,8 +219,8 @@ class Engine:
         self._pool.forget_dataset(dataset.dataset_id)
 
     async def inherit(self, heir: Dataset, former: Dataset) -> None:
-        """Forget the former dataset. Its blocks in memory become those of the heir, if the heir has
-        equal ones.
+        """Forget the former dataset. The heir takes over its blocks in memory, if the heir has
+        equal blocks.
         """
         formers = heritage(heir, former)
         if formers is not None:
@@ -243,9 +241,9 @@ class Engine:
         after: ServedStream | None = None,
         on_begun: Callable[[ServedStream], None] | None = None,
     ) -> ServedStream:
-        """Open a consumer's stream; `holder` will hold its slabs. Until the stream `after` is
-        closed, it has the lowest priority: it gets only resources that the other leaves. `on_begun`
-        is called once, after its first slab was sent.
+        """Open a consumer's stream, whose slabs `holder` will hold. Until the stream `after` is
+        closed, the new stream gets only resources that `after` leaves. `on_begun` is called once,
+        after the first slab was sent.
         """
         maps = dict.fromkeys(dataset.message.view.map for dataset in delivery.datasets)
         number, named = next(self._stream_ids), ", ".join(filter(None, maps))
@@ -258,8 +256,8 @@ class Engine:
         return stream
 
     def adopt_stream(self, stream: ServedStream, send: Send) -> None:
-        """Note that the consumer, whose requests `send` answers, now reads a stream that was opened
-        ahead.
+        """Hand a stream that was opened ahead to its consumer, whose requests `send` answers from
+        now on.
         """
         stream.send = send
         self._tell(events.StreamAdopted(stream.stream_id))
@@ -270,7 +268,7 @@ class Engine:
             self._tell(events.NextOrderKnown(stream.stream_id, order))
 
     def close_stream(self, stream: ServedStream) -> None:
-        """Close a stream whose consumer is gone, or needs no more. May be called twice."""
+        """Close a stream whose consumer is gone or needs no more slabs. May be called twice."""
         if not stream.is_closed:
             stream.is_closed = True
             self._tell(events.StreamClosed(stream.stream_id))
@@ -280,7 +278,7 @@ class Engine:
         self._tell(events.StreamRefused(stream.stream_id, error))
 
     def when_planned(self, stream: ServedStream, call: Callable[[], None]) -> None:
-        """Call this once when the last step of a stream is planned; at once if it already is."""
+        """Run `call` once, when the last step of the stream is planned, or now if it already is."""
         stream.on_planned = call
         stream.tell_planned()
 
@@ -293,7 +291,7 @@ class Engine:
         self._tell(events.Released(delivery.delivery_id, slab_ids))
 
     def release_all(self, delivery: DeliveryArena, holder: int) -> None:
-        """Free everything that a holder held, since it is gone."""
+        """Free all slabs of a holder that is gone."""
         self._tell(events.HolderGone(delivery.delivery_id, holder))
 
     def tick(self) -> None:
@@ -318,7 +316,7 @@ class Engine:
             self.settle()
 
     def settle(self) -> None:
-        """Let the scheduler decide soon what can be done; needed only after a walk was fed."""
+        """Have the scheduler decide again soon; needed only after steps were fed to a walk."""
         if not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._settle)
@@ -383,7 +381,7 @@ class Engine:
 
     def _decode(self, effect: events.DecodeBlock, bad: tasks.BadBlock | None = None) -> None:
         dataset, key = self._datasets.get(effect.dataset_id), effect.key
-        if dataset is None:  # closed while another block was read
+        if dataset is None:  # the dataset was closed while another block was read
             self._tell(events.BlockDecoded(key, ClosedError("its dataset was closed"), 0.0))
             return
         raw, arenas = self._fetcher.for_worker(key, dataset.raw_block(effect.block, effect.raw))
@@ -482,7 +480,7 @@ class Engine:
 
         def ended(piece: int, end: _Ended) -> None:
             ends[piece] = end
-            if len(ends) == count:  # of several errors, the one of the first piece is told
+            if len(ends) == count:  # pass on in order: the first piece's error is reported
                 self._assembled(effect, [ends[at] for at in range(count)], keep)
 
         for at in range(count):
@@ -494,8 +492,8 @@ class Engine:
     def _assembled(
         self, effect: events.AssembleSlab, ends: Sequence[_Ended], keep: Region | None
     ) -> None:
-        """Handle the end of all pieces of a slab. If there are several, no piece has made
-        the copy.
+        """Handle the end of all pieces of a slab. If there are several, none of them has made the
+        copy in `keep`: make it now.
         """
         result, started = _joined(ends), min(end.started for end in ends)
         worker_s = sum(end.took_s for end in ends)
@@ -558,9 +556,9 @@ class Engine:
         arena = delivery.arena
         last_view = arena.buffer[:0]
         arena.close()
-        # In a thread: the kernel may have to free a gigabyte.
+        # Unmap in a thread: the kernel may have to free a gigabyte.
         asyncio.get_running_loop().run_in_executor(None, last_view.release)
-        for dataset in delivery.datasets:  # not those of others, who may have thousands
+        for dataset in delivery.datasets:  # not all in `_datasets`: there may be thousands
             self._reader_counts[dataset.dataset_id] -= 1
             if not self._reader_counts[dataset.dataset_id]:
                 del self._reader_counts[dataset.dataset_id], self._datasets[dataset.dataset_id]

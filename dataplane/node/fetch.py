@@ -3,7 +3,7 @@
 A raw region has room for the shard's preamble, followed by the needed bytes of the block. Every
 block of a shard needs the preamble, so it is read once and kept separately (`stored.py`). It is
 copied into the raw region only if rows are gathered from there, and read into the region if there
-is no room to keep it; otherwise its room stays empty.
+is no room to keep the preamble; otherwise the preamble's part of the region stays empty.
 
 Blocks that are fetched together are read in one request, each into its own region. If that request
 fails or returns too little, each block is read by itself, so that no block fails because of
@@ -51,18 +51,18 @@ from dataplane.store.urls import base_of, normalise, prefixes_of, scheme_of
 # A block to read, and the rule for blocks that may be read in one request.
 
 RUN_PARTS = 32
-"""A neighbour is asked for so much of its arena at once, or one block: what it may send to one of
-its neighbours."""
+"""A request to a neighbour is for one block, or for at most one part in RUN_PARTS of its arena: the
+most that it sends to one of its neighbours at a time."""
 
 
 class BlockRead(Struct, frozen=True):
     """A block to read into a region of the block arena; `report` is called when the region is no
-    longer written. The preamble is put before it, in the arena `copied_to`; without one, it is held
-    for the block with this key, until `let_go`. The disk is tried first, if `is_not_kept` is given
-    to report a miss, then `neighbour`, then the store.
+    longer written. The preamble is copied to the start of the region, in the arena `copied_to`; if
+    `copied_to` is None, the preamble is held for the block with this key, until `let_go`. The disk
+    is tried first, if `is_not_kept` is given to report a miss, then `neighbour`, then the store.
 
-    Shapes:  into: the length of the preamble + the length of all pieces, or that of the decoded
-    block, if that is what the neighbour is asked for.
+    Shapes:  into: the length of the preamble + the length of all pieces; the length of the decoded
+    block, if the neighbour is to send that.
     """
 
     key: int
@@ -103,16 +103,13 @@ Connect = Callable[[str], Store]
 Trouble = Callable[[str], StoreError | None]
 
 _GIVEN_UP_MAX = 256
-# Failures that a shorter read may not have.
+# After these failures of a joint read, each block is read alone: a shorter read may succeed.
 _OF_LENGTH = (StoreUnavailable, TruncatedRead, BudgetTooSmall)
-
-
-# A read that has several parts, and ends when all of them have ended.
 
 
 class ReadParts:
     """Counts the parts of one read. `report` is called once all have ended, with the first error,
-    or with what a neighbour sent of them. Parts are reported later than they are added.
+    or with the number of bytes that a neighbour sent. A part never ends while it is being added.
     """
 
     def __init__(self, report: Report) -> None:
@@ -195,8 +192,8 @@ class Fetcher:
 
     def beginning(self, scan: Callable[[], None]) -> Callable[[str], None]:
         """Return a function to call, from any thread, with a url of each dataset that is opened.
-        The first remote one starts the processes that read its blocks, so that they are ready by
-        then, and calls `scan` for the blocks on disk. It raises a ConfigError for an invalid url.
+        The first remote url starts the fetchers, so that they are ready when blocks are needed, and
+        calls `scan` to list the blocks on disk. An invalid url raises a ConfigError.
         """
         loop, thread, has_begun = asyncio.get_running_loop(), threading.get_ident(), False
 
@@ -219,8 +216,8 @@ class Fetcher:
         return begin
 
     def fetch(self, blocks: Sequence[BlockRead]) -> None:
-        """Read blocks of one shard that lie close together, in the order of their offsets. If there
-        are several, they may follow each other.
+        """Read blocks of one shard that lie close together, in the order of their offsets. Each of
+        several blocks must be one that `may_follow` those before.
         """
         if len(blocks) > 1 and blocks[0].neighbour is not None:
             self._ask_for_run(blocks, blocks[0].neighbour)
@@ -299,7 +296,7 @@ class Fetcher:
                 end(outcome)
 
         parts = ReadParts(read)
-        if kept is not None:  # at the same time as the block, so that both take one round trip
+        if kept is not None:  # read it beside the block, so that both take one round trip
             self._preamble(raw, kept, parts.one_more())
         elif place.length:
             self._read(raw, place.offset, tasks.BLOCK_ARENA, head, parts)
@@ -327,7 +324,7 @@ class Fetcher:
                 if isinstance(outcome, _OF_LENGTH):
                     self._read_alone(raw, piece)
                 elif isinstance(outcome, fetches.PartlyGiven) and neighbour is not None:
-                    if (end := outcome.ends[number]) == NOT_GIVEN:  # as one of several
+                    if (end := outcome.ends[number]) == NOT_GIVEN:  # refused in a run: try it alone
                         source = replace(neighbour, block=neighbour.block + number)
                         self._read_alone(raw, piece, source)
                     elif end == GIVEN_WHOLE:
@@ -367,11 +364,11 @@ class Fetcher:
         self._preambles.remember(url, etag, place, content)
 
     def trouble(self, url: str) -> StoreError | None:
-        """Why reads of this shard are delayed; None if no reason is known."""
+        """Return why reads of this shard are delayed; None if no reason is known."""
         return self.origin.trouble(url) or self._given_up.get(url)
 
     def statistics(self) -> NodeReads:
-        """The reads so far."""
+        """Return the reads so far."""
         return self.origin.statistics()
 
     def tick(self) -> None:

@@ -2,16 +2,18 @@
 arenas.
 
 Invariants:
-1. Each read is reported exactly once. Its memory is not reused before: a fetcher that closed its
-   connection may still write until the kernel reports its end.
+1. Each read is reported exactly once, and its memory is not reused before the report: a fetcher
+   that closed its connection may still write until the kernel reports its end.
 2. The reads of a fetcher that has ended are given to the others, in their old order. A read fails
-   if the third fetcher ends during it, and all of them if fetchers end without ending any read.
-3. A pause that a store has asked one process for is kept by all: the other fetchers, those started
-   during the pause, and all others who have joined the same `Pauses`.
+   when the third fetcher ends during it. All waiting reads fail when three fetchers have ended and
+   no read was completed meanwhile.
+3. A pause that a store has requested from one process is observed by all: by the other fetchers, by
+   fetchers started during the pause, and by all others that have joined the same `Pauses`.
 4. Nothing on the event loop waits for a fetcher.
-5. Slabs are waited for beside the reads (the section on slabs): they take no place of a read.
-6. A fetcher that has something to do and reads none of its messages, being stopped or stuck, is
-   ended like one that has closed its connection: 2 applies.
+5. Fetchers wait for slabs beside their reads (see the section on slabs): a slab does not count as
+   one of the reads that a fetcher may have.
+6. A fetcher that has work but reads no messages, because it is stopped or stuck, is ended like a
+   fetcher that has closed its connection: 2 applies.
 """
 
 from __future__ import annotations
@@ -47,13 +49,13 @@ from dataplane.worker.process import HUNG_S, WorkerProcess, kill_all
 #
 # The slabs for which the fetchers of a node wait.
 #
-# They are accounted for separately: a slab that takes a maker ten seconds says nothing about how
-# fast blocks are read, and takes no place of a block. Its processor time in a fetcher counts as
-# usual.
+# Slabs are accounted for separately: a slab that takes a maker ten seconds says nothing about how
+# fast blocks are read, and does not count as a read. Only the processor time that a slab takes in a
+# fetcher counts as usual.
 #
 # Invariants:
-# 1. Each order is reported exactly once, and its memory is not written after that: for a fetcher
-#    that ends, when the kernel has reported its end.
+# 1. Each order is reported exactly once, and its memory is not written after that. The orders of a
+#    fetcher that ends are reported once the kernel has reported its end.
 # 2. A fetcher has an arena attached before it gets an order to read into it, and gets a message
 #    when the arena is no longer needed.
 
@@ -86,9 +88,8 @@ _Send = Callable[["_Fetcher", fetches.ToFetcherBody, tuple[int, ...]], bool]
 
 
 class SlabOrders:
-    """The orders of all fetchers, and those that wait for one. `send` sends a fetcher a message
-    with descriptors; it returns False if the fetcher is gone, or has no room for it now and so
-    cannot receive.
+    """The orders of all fetchers, and the orders that wait for a fetcher. `send` sends a message
+    with descriptors to a fetcher, and returns False if the fetcher is gone or its socket is full.
     """
 
     def __init__(
@@ -185,11 +186,11 @@ _MESSAGES_A_TURN = 32
 _NO_LIMIT = 0
 _HUNG_S_MIN = 3.0
 _PROBE = fetches.EndSlab(0)
-"""Has no effect: no slab has this number."""
+"""Checks whether a fetcher reads messages; has no effect, since no slab has this number."""
 
 
 class _Read(Struct, eq=False):
-    """One order, and the functions that report what a scan of the disk finds, and its end."""
+    """One order, and the functions that report its end and the blocks that a disk scan finds."""
 
     order: fetches.ReadBody
     report: Report
@@ -215,7 +216,7 @@ class _Fetcher(Struct, eq=False):
     is_ending: bool = False
     is_surplus: bool = False
     has_room: bool = True
-    """False after a message did not fit into its socket, until it answers or at the next tick."""
+    """False after a message did not fit into the socket, until the fetcher answers or a tick."""
 
     def scanned(self, kept: fetches.KeptFound) -> None:
         for read in self.reads.values():
@@ -232,9 +233,9 @@ class _Fetcher(Struct, eq=False):
 
 
 class Fetchers:
-    """At most `count_max` processes, and the reads that wait for them. They write into the arena of
-    blocks and that of preambles, and hold the lock on the `folder` of blocks on disk. Call it only
-    from the event loop.
+    """At most `count_max` fetchers, and the reads that wait for them. Fetchers write into the two
+    arenas, of blocks and of preambles, and hold the lock on the `folder` of blocks on disk. Use
+    this only from the event loop.
     """
 
     def __init__(
@@ -274,8 +275,8 @@ class Fetchers:
         return tuple(fetcher.process.pid for fetcher in self._fetchers)
 
     def start(self, store: str = "") -> None:
-        """Start the first fetchers, if there are none; does not wait for them. Those started from
-        now on connect to this store at once.
+        """Start fetchers up to the current count; does not wait for them. Fetchers started from now
+        on connect to this store at once.
         """
         if self._closed:
             return
@@ -285,12 +286,14 @@ class Fetchers:
             fork_server.acquire()
             self._loop = asyncio.get_running_loop()
             self._pauses.join(self._told)
-        for _ in range(self._count.count - len(self._fetchers)):  # some may end at once
+        # Not a while loop: some fetchers may end at once.
+        for _ in range(self._count.count - len(self._fetchers)):
             self._spawn()
 
     def read(self, order: fetches.ReadBody, report: Report, on_kept: OnKept | None = None) -> None:
-        """Carry out an order, whose number is given here; `report` is called, later, when its
-        memory is no longer written, and before that `on_kept` with the blocks that a scan finds.
+        """Carry out an order, which gets its number here. `report` is called later, when the
+        order's memory is no longer written; before that, `on_kept` gets the blocks that a scan of
+        the disk finds.
         """
         self._waiting.append(_Read(replace(order, number=next(self._numbers)), report, on_kept))
         self.start()
@@ -298,8 +301,8 @@ class Fetchers:
 
     def read_slab(self, order: fetches.ReadSlab, arena_fd: int, report: ReportSlab) -> int:
         """Have a maker make a slab, and read it into this arena; the order gets its number here.
-        `report` is called, later, when its memory is no longer written. The descriptor stays the
-        caller's, and open until `detach_arena`.
+        `report` is called later, when the order's memory is no longer written. The descriptor stays
+        the caller's, who keeps it open until `detach_arena`.
         """
         order = replace(order, number=next(self._numbers))
         self._slabs.add(order, arena_fd, report)
@@ -308,8 +311,8 @@ class Fetchers:
         return order.number
 
     def end_slab(self, number: int) -> None:
-        """Report the end of this order soon, with an error unless the slab is here; does nothing
-        while its fetcher cannot receive.
+        """End this order soon: it is reported with an error, unless the slab has arrived. Does
+        nothing while the order's fetcher cannot receive messages.
         """
         self._slabs.end(number, self._fetchers)
 
@@ -343,7 +346,7 @@ class Fetchers:
             self._dispatch()
 
     def statistics(self) -> NodeReads:
-        """The reads so far, and the number of fetchers that read now."""
+        """Return the reads so far, and the number of fetchers that read now."""
         reads = NodeReads(len(self._fetchers), self._read_bytes, self._hedged_bytes)
         return replace(reads, neighbour_bytes=self._neighbour_bytes, disk_bytes=self._disk_bytes)
 
@@ -365,7 +368,7 @@ class Fetchers:
             None,
             _NO_LIMIT,
             "fetcher",
-            # So soon that its reads can be made again before trainers report a stall.
+            # Soon enough to repeat its reads elsewhere before trainers report a stall.
             hung_s=min(HUNG_S, max(_HUNG_S_MIN, self._start.budget_s / 8)),
         )
         fetcher = _Fetcher(process, next(self._numbers))
@@ -415,7 +418,7 @@ class Fetchers:
                 said, descriptors = local.receive(fetcher.process.sock, fetches.FromFetcher)
             except BlockingIOError:
                 break
-            except DataplaneError:  # it is gone, or sent an invalid message
+            except DataplaneError:  # the fetcher is gone, or sent an invalid message
                 self._end(fetcher)
                 break
             for fd in descriptors:
@@ -463,7 +466,7 @@ class Fetchers:
         self._read_bytes += end.store_bytes
 
     def _told(self, pause: StorePause) -> None:
-        """Handle a pause that no fetcher has reported. Thread-safe."""
+        """Handle a pause that another member of the `Pauses` has published. Thread-safe."""
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop has been closed
             self._loop.call_soon_threadsafe(self._pause, pause, None)
@@ -497,12 +500,12 @@ class Fetchers:
         self._fetchers.remove(fetcher)
         self._ending.add(fetcher)
         fetcher.process.end(partial(self._on_end, fetcher))
-        # Later, since this may be the caller: others need not wait until it is gone.
+        # Refill before the process is gone, but not at once: `_refill` may have called this.
         assert self._loop is not None
         self._loop.call_soon(self._refill)
 
     def _on_end(self, fetcher: _Fetcher, status: int) -> None:
-        """Give the reads of a fetcher that has ended to others; none of its threads writes any
+        """Give the reads of a fetcher that has ended to other fetchers, since its threads write no
         more.
         """
         if self._closed:
@@ -529,7 +532,7 @@ class Fetchers:
         for read in failed:
             read.report(_blamed(read, end, status, words))
         for slab in slabs:
-            # No fault of a maker's.
+            # Name no peer: the maker is not at fault.
             slab.end(NeighbourGone("the process that waited for a slab has ended", peer=""))
         self._refill()
 

@@ -70,15 +70,16 @@ def main(descriptor: int, *, is_remote: bool = False, has_time: bool = False) ->
     need fetchers at once. `has_time`: no trainer waits for its first children.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A service manager sends SIGTERM to every process of a service. The node drains, and needs its
-    # workers meanwhile.
+    # Ignore SIGTERM, which a service manager sends to every process of a service: the node drains,
+    # and needs its workers meanwhile.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # sent by a terminal that is closed
     with socket.socket(fileno=descriptor) as sock, contextlib.suppress(PeerLost):
-        # The rest is imported once for all workers, instead of by each that needs it.
-        if has_time:  # they were requested already, and would import it each, for their first task
+        if has_time:
+            # Import the formats before the first workers are forked, which were requested already:
+            # otherwise each of them would import the formats for its first task.
             _formats()
-        # Builds the decoder, 4 ms of CPU, for all workers.
+        # Build the decoder once for all workers: it takes 4 ms of CPU.
         decode(tasks.Task, encode(tasks.Task(tasks.DetachArena(0))))
         server = _ForkServer(sock, [*([_fetcher] if is_remote else []), _formats, _compute])
         server.run()
@@ -88,7 +89,7 @@ class _ForkServer:
     def __init__(self, sock: socket.socket, ahead: Sequence[Callable[[], object]]) -> None:
         self._sock = sock
         self._ahead = [*reversed(ahead)]
-        self._numbers: dict[int, int] = {}  # by process id
+        self._numbers: dict[int, int] = {}  # of children, by process id
         self._woken, self._wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wakes, warn_on_full_buffer=False)

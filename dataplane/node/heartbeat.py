@@ -1,4 +1,4 @@
-"""The node's heartbeat to the coordinator, its reaction to the answers, and what its metrics read.
+"""The node's heartbeat to the coordinator, its reaction to the answers, and readings for metrics.
 
 If the coordinator does not answer, data keeps flowing, and the next beat tries again.
 """
@@ -40,11 +40,11 @@ from dataplane.store.outage import Outages
 
 # A lease survives two lost beats.
 _BEATS_A_LEASE = 3
-# How often progress is reported even if leases are long, since people watch it.
+# Report progress this often even if leases are long, since people watch it.
 _BEAT_S_MAX = 2.0
 _BEAT_S_MIN = 0.25
-# While ranks of a job are still to join, its nodes beat more often, but all of them together at
-# most so many times a second, and not for longer than this.
+# While ranks of a job are missing, its nodes beat more often: all of them together at most
+# _GATHERING_BEATS times a second, and for _GATHERING_S at most.
 _GATHERING_BEATS = 200
 _GATHERING_S = 60.0
 # How long a rank's first batch waits for the ranks that have not joined.
@@ -52,7 +52,7 @@ _GATHERED_S = 5.0
 # Limit on the outages of stores that a beat reports.
 _OUTAGES_MAX = 16
 _WAITING_S = 5.0
-"""A request that waits for longer is seen in status and metrics while it waits."""
+"""Requests that wait for longer are shown in status and metrics while they wait."""
 _BOUNDS = {
     "fetch": "storage",
     "decode": "decode",
@@ -61,7 +61,7 @@ _BOUNDS = {
 }
 """Stages of a slab in the words of client/statistics.py."""
 _TEXT_MAX = 300
-# How long a node that ends waits for the coordinator to hear of it.
+# How long a node that ends waits for the coordinator to confirm that the node leaves.
 _LEAVE_S = 2.0
 
 
@@ -197,14 +197,14 @@ class Heartbeat:
         about twice a second.
         """
         now, node_id = time.monotonic(), self._node.node_id
-        for member in list(self._jobs.members.values()):  # sending may find that a trainer is gone
+        for member in list(self._jobs.members.values()):  # a copy: sending may remove members
             if member.following is not None and member.following.is_overdue(now, self._waits_s):
                 error = undecided(self._waits_s, member.job_id, self._coordinator, node_id)
                 member.following.refuse(error)
 
     async def _due(self) -> None:
-        """Wait for the next beat. After a join it comes at once, but only once for the joins of a
-        whole host; it also brings news to nodes that joined shortly before.
+        """Wait until the next beat is due. After a join, a beat is due soon, but only one for the
+        joins of a whole host; this beat also brings news to nodes that joined shortly before.
         """
         hosts = max((member.host_count for member in self._jobs.members.values()), default=0)
         is_alone = self._is_embedded or hosts < 2
@@ -235,14 +235,14 @@ class Heartbeat:
         by_id = {member.member_id: member for member in members}
         for verdict in answer.verdicts:
             member = by_id.get(verdict.member_id)
-            if member is not None and not member.closed:  # else it has left meanwhile
+            if member is not None and not member.closed:  # others have left meanwhile
                 if not verdict.missing_dp_ranks:
                     member.gathered.set()
                 await self._heed(member, verdict)
 
     def _progress(self, member: ServedMember) -> membership.MemberProgress:
-        """Return the progress of a member. Its trainer reports what bounds it when a wait has
-        ended: during one, the node knows better.
+        """Return the progress of a member. Its trainer reports a wait only when the wait has
+        ended, so during a wait the node itself adds the time so far, and the stage.
         """
         progress, waits = progress_of(member), _wait_of(member, self._engine)
         if waits is None:
@@ -258,7 +258,7 @@ class Heartbeat:
         known: tuple[membership.KnownNodes, ...],
     ) -> None:
         """Apply the answer to a heartbeat. Members may have come and gone since it was sent: news
-        of a job counts only while this node serves it, or, otherwise, as its maker.
+        of a job applies only if this node serves the job or makes slabs of it.
         """
         if not (answer.jobs or answer.left):
             return
@@ -287,12 +287,12 @@ class Heartbeat:
         elif verdict.error is not None:
             self._end(member, verdict.error)
         elif member.following is not None and await self._follow(member, verdict):
-            self._jobs.joined.set()  # others wait for what it says
+            self._jobs.joined.set()  # beat soon: other members wait for the promise
         elif self._sees_all_ranks(member) and verdict.missing_for_s > self._join_timeout_s:
             self._end(member, self._missing(member, verdict))
 
     async def _follow(self, member: ServedMember, verdict: membership.MemberVerdict) -> bool:
-        """Handle changed weights of a mixture that may be on their way."""
+        """Handle a verdict that may change a mixture's weights; return what `heard` returns."""
         following, refusal = member.following, ""
         assert following is not None
         if verdict.proposal is not None and following.is_new(verdict.proposal):
@@ -398,14 +398,14 @@ def _of_ranks(jobs: Jobs, engine: Engine) -> Iterator[Reading]:
 
 
 def _wait_of(member: ServedMember, engine: Engine) -> tuple[float, str] | None:
-    """Return the longest wait of a member's requests, and its stage; None if it is no stall yet."""
+    """Return the longest wait of a member's requests, and its stage; None if the wait is short."""
     waits = (engine.scheduler.waiting(stream) for stream in member.streams)
     longest = max(filter(None, waits), default=(0.0, ""))
     return longest if longest[0] > _WAITING_S else None
 
 
 def _of_sources(member: ServedMember) -> Iterator[Reading]:
-    """Yield what the batches of a member's job are made of."""
+    """Yield readings of the packs, and of the sources of a mixture, of a member's job."""
     job, mixture = member.job_id, member.spec.mixture
     names = [""] if mixture is None else [source.name for source in mixture.sources]
     for name, opened in zip(names, member.opened.opened, strict=True):
@@ -421,7 +421,7 @@ def _of_sources(member: ServedMember) -> Iterator[Reading]:
 
 
 def _of_bytes(reads: NodeReads) -> Iterator[Reading]:
-    """Yield where blocks came from, and what others were given."""
+    """Yield how many bytes came from where, and how much was sent to other nodes."""
     for source, count in (
         ("origin", reads.read_bytes),
         ("neighbour", reads.neighbour_bytes),
@@ -450,7 +450,7 @@ def _of_stores(meters: StoreMeters, own: Stores, outages: Outages) -> Iterator[R
 
 
 def _of_memory(engine: Engine, jobs: Jobs) -> Iterator[Reading]:
-    """Yield who holds the node's memory, and what was dropped."""
+    """Yield how much of the node's memory each holder has, and how much was evicted."""
     scheduler, held = engine.scheduler, engine.scheduler.held
     slabs, excerpts = scheduler.kept_slab_bytes, scheduler.excerpt_bytes
     holders = {
@@ -469,7 +469,7 @@ def _of_memory(engine: Engine, jobs: Jobs) -> Iterator[Reading]:
 
 
 def _of_processes(pool: WorkerPool, fetchers: Fetchers, watchdog: Watchdog) -> Iterator[Reading]:
-    """Yield the processes that a node has started."""
+    """Yield readings of the processes that a node has started."""
     for kind, processes in (("worker", pool), ("fetcher", fetchers)):
         pids, at = processes.pids, (kind,)
         yield Reading("dataplane_processes", len(pids), at)

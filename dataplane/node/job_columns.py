@@ -44,10 +44,10 @@ class Columns(Struct, frozen=True):
 
 
 def columns_of(manifest: Manifest, spec: JobSpec, mapped: MappedColumns | None = None) -> Columns:
-    """Plan the columns: linear in their number, and a few seconds for 100,000 of them. With a map,
-    the options are about the columns that it makes.
+    """Plan the columns, in time linear in their number: a few seconds for 100,000 columns. With a
+    map, the options are about the columns that the map makes.
 
-    Raises:  ConfigError: a column that is not there.  SchemaMismatch: shards differ in one.
+    Raises:  ConfigError: a requested column does not exist.  SchemaMismatch: shards differ in one.
     """
     schema = _schema(manifest, spec)
     seen = schema if mapped is None else mapped.schema
@@ -66,8 +66,8 @@ def columns_of(manifest: Manifest, spec: JobSpec, mapped: MappedColumns | None =
 
 
 def filled_columns(schema: pa.Schema, plan: ColumnPlan) -> frozenset[str]:
-    """Return the columns that some shards lack and that the job reads as nulls there: it says what
-    becomes of nulls in all of their leaves.
+    """Return the columns that some shards lack and that the job reads as nulls there, since its
+    options say what becomes of nulls in all leaves of the column.
     """
     fills, is_marked = Fills.of(plan.options), marks_nulls(plan.options)
     top_level = frozenset(plan.top_level)
@@ -112,8 +112,8 @@ def _as_bytes(kind: pa.DataType) -> pa.DataType:
 
 
 def _has_no_null_lists(plan: ColumnPlan, nulls: NullCounts | None) -> bool:
-    """Whether no list and no item of a list is null. Each worker would make its own copy of such
-    lists.
+    """Whether no list and no item of a list is null. Each worker would make its own copy of
+    lists with nulls.
     """
     lists = [leaf for spec, leaf in zip(plan.specs, plan.leaves, strict=True) if spec.kind in LISTS]
     if not lists or nulls is None:
@@ -123,7 +123,7 @@ def _has_no_null_lists(plan: ColumnPlan, nulls: NullCounts | None) -> bool:
 
 
 def _schema(manifest: Manifest, spec: JobSpec) -> pa.Schema:
-    """The dataset's schema, with the facts that a job needs in addition to types."""
+    """Return the dataset's schema, with the facts that a job needs in addition to types."""
     schema = pa.ipc.read_schema(pa.py_buffer(manifest.schema))
     return annotated(schema, spec.column_options, manifest.nulls)
 
@@ -136,7 +136,7 @@ def _fixed_bytes(schema: pa.Schema) -> int:
         known = of_id.get(kind.id)
         if known is None:
             known = row_bytes_of(kind)
-            if not pa.types.is_fixed_size_list(kind):  # its size is not in its id
+            if not pa.types.is_fixed_size_list(kind):  # the id does not determine the size
                 of_id[kind.id] = known
         size += known
     return size

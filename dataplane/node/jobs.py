@@ -101,7 +101,7 @@ class Jobs:
         try:
             joining = self._join_request(request, opened, await pixels_of(opened.spec))
             member = await self._admit(request, opened, joining)
-        except BaseException:  # also if the trainer went away while it joined
+        except BaseException:  # even if the trainer went away during the join
             for dataset in opened.datasets:
                 self.opener.forget_unread(dataset)
             raise
@@ -159,7 +159,7 @@ class Jobs:
         for dataset in opened.datasets:
             self._check_budget(dataset)
         joined = await self.places.join(joining)
-        # The datasets' last reader may have left meanwhile.
+        # Register the datasets again: their last reader may have left during the join.
         opened = self.opener.keep(opened)
         slab_bytes = self._config.slab_bytes
         sizes = slab_sizes(
@@ -200,8 +200,8 @@ class Jobs:
         return member
 
     def _meter(self, job_id: str, rank: int) -> RankMeter:
-        """Return the counts of a rank: those of another member of it, such as a DataLoader worker,
-        if there is one.
+        """Return the counts of a rank, which all members of the rank share, such as its DataLoader
+        workers.
         """
         meters = [member.meter for member in self.members.values() if member.job_id == job_id]
         ranks = (
@@ -252,8 +252,8 @@ class Jobs:
             self.opener.forget_manifests(job_id)
 
     def leave(self, member: ServedMember, *, lost: bool) -> None:
-        """Give a rank's place back, in the background, unless it did so before, or has the place
-        again on another connection.
+        """Give a rank's place back, in the background, unless that was done before, or the rank
+        has the place again on another connection.
         """
         if member.has_left or member.member_id in self.members:
             return
@@ -274,7 +274,7 @@ class Jobs:
         entries = tuple(entry for entry in joined.entries if entry.kind != MIX)
         check_unchanged(member.job_id, member.entries, entries)
         member.generation = joined.generation
-        if member.closed:  # and may have left before it was joined again
+        if member.closed:  # the leave may have come before this join: leave again
             self.places.leave(member.job_id, member.member_id, lost=member.was_lost)
             return
         self.tables.joined(joined.nodes)
@@ -283,7 +283,7 @@ class Jobs:
     # -- parts -----------------------------------------------------------------------------------
 
     def _check_budget(self, dataset: Dataset) -> None:
-        """One block must fit: raw and decoded together, while it is decoded."""
+        """Check that the largest block fits into the arena, raw and decoded together."""
         if self._config.has_workers:
             check_blocks(dataset, self._config.block_arena_bytes)
 
@@ -348,8 +348,8 @@ def _group(request: messages.OpenJob, spec: JobSpec, *, alone: int) -> object:
 
 
 def _advice(job: OpenedJob, member: ServedMember, arena_bytes: int) -> tuple[str, ...]:
-    """Return the advice that this rank gives its user. Rank 0 of the job gives all of it, and one
-    rank of each other host the advice about its memory.
+    """Return the advice that this rank gives its user. Rank 0 of the job gives all advice, and one
+    rank of each other host the advice about the memory of that host.
     """
     spec, place = member.spec, member.request.topology
     texts = []
@@ -452,7 +452,7 @@ class Streams:
             self._engine.adopt_stream(stream, send)
         member.streams[stream.stream_id] = stream
         member.epoch, member.cursor = request.epoch, request.cursor
-        member.seen = (0.0, 0, 0)  # the way to this place was not read
+        member.seen = (0.0, 0, 0)  # do not count the jump to this place as progress
         member.began = member.began or LedgerPosition(request.epoch, request.cursor)
         first_step = min(request.first_step, stream.walk.step_count)
         begin = stream.walk.steps.begin(first_step)
@@ -475,7 +475,7 @@ class Streams:
     def _opened(
         self, member: ServedMember, walk: Walk, send: Send, after: ServedStream | None = None
     ) -> ServedStream:
-        # The next order takes processor time that the first batch needs.
+        # Plan the next order only after the first batch: the batch needs the processor time.
         expect_next = partial(self._start, "next order", self._expect_next, member)
         return self._engine.open_stream(
             member.delivery, walk, send, member.holder, after, expect_next
@@ -505,7 +505,7 @@ class Streams:
             at = stream.walk.stream
             return await self._order(member, at.epoch + 1, at.mix)
         except DataplaneError:
-            return None  # the error comes when it is requested
+            return None  # the trainer gets the error when it requests that epoch
 
     async def _open_next_epoch(self, member: ServedMember, stream: ServedStream) -> None:
         """Open the next epoch, which the trainer will request, since the present one is planned."""

@@ -4,13 +4,14 @@ A maker is a consumer of its own engine: it opens the job that a node names, and
 slabs as for a trainer here.
 
 Invariants:
-1. Every request is answered exactly once (asked_stream.py, 1); none waits until a dataset is open.
+1. Every request is answered exactly once (asked_stream.py, 1); no request waits for a dataset to be
+   opened.
 2. A slab depends only on the request: the spec that is resolved here has the digest that the
    request names, images are decoded by the same software, and functions have the same code.
-3. The slabs of all requesting nodes of a job are in one arena for each size of slots, which takes
-   no more memory than that of one rank. It is closed once nothing of it is read.
-4. A job without requests is closed, and everything of it is freed.
-5. If a key is restricted to some urls, slabs are made only of datasets under these.
+3. The slabs of all requesting nodes of a job are in one arena for each dp_size and slot size. It
+   takes no more memory than the arena of one rank may, and is closed once no slab in it is read.
+4. A job without requests is closed, and all of its memory is freed.
+5. If a key is restricted to some urls, slabs are made only of datasets under those urls.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ _trace = Trace("making")
 
 
 class _Opened(Struct, frozen=True):
-    """An open job; `software` makes its batches here."""
+    """An open job, the software that makes its batches on this node, and its changes."""
 
     job: OpenedJob
     software: str
@@ -87,9 +88,8 @@ class _Opened(Struct, frozen=True):
 
 
 class _Job(Struct, eq=False):
-    """A job under the name that its requests use: while it is being opened, open, or for a while
-    after opening has failed. Its datasets are `only_under` these urls, according to the key; () for
-    anywhere.
+    """A requested job that is being opened, is open, or has recently failed to open. The key of its
+    requests allows only datasets under the urls `only_under`; () allows all.
     """
 
     job_id: str
@@ -163,7 +163,7 @@ class Making:
             self._close(self._jobs.pop(key))
 
     def tick(self) -> None:
-        """Handle a tick; called about twice a second."""
+        """Close places and jobs that nobody requests any more; call this about twice a second."""
         now = self._clock()
         for key, job in list(self._jobs.items()):
             for name, place in list(job.places.items()):
@@ -176,7 +176,7 @@ class Making:
         self._places.let_go()
 
     def close(self) -> None:
-        """Make nothing any more. May be called twice."""
+        """Stop making slabs. May be called twice."""
         for task in self._tasks:
             task.cancel()
         while self._jobs:
@@ -184,7 +184,7 @@ class Making:
         self._places.close()
 
     def _tell(self, job: _Job, event: str, why: str, **facts: object) -> None:
-        """Log this once for each job and reason."""
+        """Log an event once for each job and reason."""
         if why not in job.logged and len(job.logged) < _TOLD_MAX:
             job.logged.add(why)
             _trace.failed(event, job=job.job_id, why=why, **facts)
@@ -198,7 +198,7 @@ class Making:
     # -- jobs ------------------------------------------------------------------------------------
 
     def _job(self, ask: Asked, wanted: MakeSlab, now: float) -> _Job | None:
-        """Return the requested job, which is opened if the request says how; None: it is
+        """Return the requested job, which is opened if the request says how; None if the job is
         unknown.
         """
         key, opening = (ask.job_id, wanted.digest, ask.only_under), wanted.opening
@@ -222,7 +222,7 @@ class Making:
             self._tell(job, _NOT_OPENED, str(error))
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # noqa: BLE001 - also a library's panic: others' jobs go on
+        except BaseException as error:  # noqa: BLE001 - even a panic must not end other jobs
             _trace.broke(_NOT_OPENED, by=error, job=job.job_id)
         else:
             opened = job.opened.job
@@ -253,7 +253,7 @@ class Making:
             return _Opened(opened, software, changes)
         finally:
             for dataset in opened.datasets:
-                self._opener.forget_unread(dataset)  # until it is read
+                self._opener.forget_unread(dataset)  # `_place` registers it again
 
     def _close(self, job: _Job) -> None:
         if job.opening is not None:
@@ -266,7 +266,7 @@ class Making:
     def _make(self, job: _Job, opened: _Opened, ask: Asked, wanted: MakeSlab, now: float) -> None:
         """Make a requested slab.
 
-        Raises:  DataplaneError: it cannot be made here.
+        Raises:  DataplaneError: this node cannot make the slab.
         """
         mix = mix_of(opened.job.spec, wanted.stream.mix)
         at = replace(wanted.stream, first_step=wanted.steps.first, mix=mix)
@@ -344,7 +344,7 @@ class Making:
         try:
             gone, made = opened.changes.tombstones, opened.job
             order = await self._opener.orders.of(made.spec, made.manifests, at.epoch, at.mix, gone)
-        except Exception as error:  # noqa: BLE001 - one asker's nonsense is not another's loss
+        except Exception as error:  # noqa: BLE001 - a bad request must not affect other nodes
             self._tell(job, _NOT_MADE, repr(error))
             place.drop(stream)
         else:
@@ -360,11 +360,11 @@ def _parts(opening: OpenJob) -> tuple[OpenJob, ...]:
 def _check_within(job: _Job, urls: Iterable[str], *, are_listed: bool = False) -> None:
     """Check that a job's urls are under those of its key.
 
-    Raises:  AccessDenied: one lies elsewhere.
+    Raises:  AccessDenied: a url lies elsewhere.
     """
     if not job.only_under:
         return
-    from dataplane.security.urls import covers, is_under  # not for a single host
+    from dataplane.security.urls import covers, is_under  # not needed on a single host
 
     is_within = covers if are_listed else is_under
     for url in urls:
@@ -375,16 +375,16 @@ def _check_within(job: _Job, urls: Iterable[str], *, are_listed: bool = False) -
 
 # -- answers to neighbours -------------------------------------------------------------------------
 #
-# The node's side of exchanges with others of its jobs: from which nodes it requests blocks, and
-# what it sends to them.
+# The exchanges of a node with the other nodes of its jobs: from which nodes it requests blocks, and
+# how it answers their requests.
 
 
 _security = Trace("security")
 
 
 class Neighbourhood:
-    """The exchanges of one node: with neighbours that reach it through `lending`, if there is one,
-    which is then owned. `own_reads` returns the node's reads.
+    """The exchanges of one node with its neighbours, which reach the node through `lending`, if at
+    all; `lending` then belongs to this object. `own_reads` returns the node's reads.
     """
 
     def __init__(
@@ -470,7 +470,7 @@ class Neighbourhood:
         block = ask.request.block
         if not ask.only_under or block >= dataset.manifest.block_count:
             return True
-        from dataplane.security.urls import covers  # not for a single host
+        from dataplane.security.urls import covers  # not needed on a single host
 
         url = unsigned(dataset.url(block))
         if covers(url, ask.only_under):
@@ -482,8 +482,8 @@ class Neighbourhood:
 
 
 def _canonical(prefix: str) -> str:
-    """Normalise a prefix as shards are named. A text that cannot name a shard stays, and matches
-    none.
+    """Normalise a prefix like the urls of shards. A text that is not a valid url is returned as it
+    is, and matches no shard.
     """
     try:
         return normalise(prefix)

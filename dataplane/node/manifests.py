@@ -76,7 +76,7 @@ class EarlyOpening:
         return self._source.urls[0]
 
     def take(self, source: DatasetSource) -> Future[Manifest] | None:
-        """Return the dataset, if it is this one. Works once: each further job lists it again."""
+        """Return the manifest if `source` is this dataset. Works once: later jobs list it again."""
         with self._lock:
             if self._taken or source != self._source:
                 return None
@@ -84,7 +84,7 @@ class EarlyOpening:
         return self._opened
 
     def hand_on(self, keep: KeepPreamble) -> None:
-        """Give `keep` the preambles that were read, and later ones."""
+        """Pass the preambles that were read, and those that are read later, to `keep`."""
         with self._lock:
             self._keep, kept, self._kept = keep, self._kept, []
         for preamble in kept:
@@ -94,7 +94,7 @@ class EarlyOpening:
         try:
             stores = self.stores.stores
             opened = open_manifest(self._config, stores, self._source, keep=self._remember)
-        except BaseException as error:  # noqa: BLE001 - raised for who takes it, also a panic
+        except BaseException as error:  # noqa: BLE001 - raised for the caller, even a panic
             self._opened.set_exception(error)
         else:
             self._opened.set_result(opened)
@@ -110,8 +110,8 @@ class EarlyOpening:
 class ManifestSources:
     """Opens views of datasets whose urls are allowed: both the requested urls and those of the
     shards, which a saved manifest or a symbolic link may place elsewhere. The stores check, too.
-    `keep` gets the preambles that are read meanwhile. `begin` is called with each dataset, and
-    starts the processes that read its blocks. `early` has begun with one of them.
+    `keep` gets the preambles that are read meanwhile. `begin` is called with a url of each
+    dataset, and starts the fetchers. `early` has begun to open one of the datasets.
     """
 
     def __init__(

@@ -71,12 +71,12 @@ from dataplane.worker.stacking import StackedPlan
 
 # -- weights of a mixture that a rank follows ------------------------------------------------------
 #
-# Changed weights of a mixture that people request while a member reads: how far its trainer may
-# read, and what it must know before it reads on. No clock, no I/O.
+# People may change the weights of a mixture while a member reads. This section decides how far the
+# member's trainer may read, and which changes it must know before it reads on. No clock, no I/O.
 #
 # Invariants:
 # 1. A slab with positions after a change of weights is sent only to streams that know the change.
-# 2. From a promise on until its outcome is known, no slab with positions after the promised place
+# 2. From a promise until its outcome is known, no slab with positions after the promised place
 #    is sent. Such slabs wait; later they are sent or released. No error ends the promise.
 
 AHEAD_S = 5.0
@@ -108,11 +108,11 @@ class Following:
 
     @property
     def known_entry(self) -> int:
-        """The last entry that is known here."""
+        """The number of the last ledger entry that this member knows; 0 if there is none."""
         return self.entries[-1].seq if self.entries else 0
 
     def sending(self, epoch: int, steps: EpochSteps, known_entry: int, send: Send) -> Send:
-        """Wrap the function that answers the requests of a stream of these steps of an epoch."""
+        """Wrap `send`, which answers the requests of a stream of these steps, to keep promises."""
 
         def answer(request_id: int, body: FromNodeBody) -> None:
             if not isinstance(body, Slab):
@@ -144,14 +144,14 @@ class Following:
         refusal: str = "",
     ) -> bool:
         """Handle the coordinator's verdict on a member that has reached this place, at a speed of
-        `per_s` samples a second over all ranks. Return whether it has made a promise, for which
-        others wait. It makes none before it has begun to read, since nobody here knows where it
-        will begin. `refusal`: it cannot read the proposed weights.
+        `per_s` samples a second over all ranks. Return whether the member has made a promise, for
+        which others wait. A member makes no promise before it has begun to read, since nobody here
+        knows where it will begin. `refusal` says why the member cannot read the proposed weights.
         """
         known = self.known_entry
         self.entries += [entry for entry in verdict.entries if entry.seq > known]
         for entry in verdict.entries:
-            mix_of_entry(entry)  # a damaged one is an error here, and not in the trainer's loop
+            mix_of_entry(entry)  # so that a damaged entry fails here, not in the trainer's loop
         proposal, had = verdict.proposal, self.promise
         if proposal is None:
             self.promise = None
@@ -171,7 +171,7 @@ class Following:
         return self.promise is not None and self.promise is not had
 
     def is_overdue(self, now: float, patience_s: float) -> bool:
-        """Whether slabs have waited this long, counted from the first call."""
+        """Whether slabs have waited for `patience_s`, counted from the first call that saw them."""
         if not self._waiting:
             self._waits_since = None
         elif self._waits_since is None:
@@ -199,20 +199,20 @@ class Following:
         return MixPromise(proposal.request, LedgerPosition(handed.epoch, cursor))
 
 
-# --
+# -- members ---------------------------------------------------------------------------------------
 
 
 class ServedMember(Struct, eq=False):
-    """One rank of one job; `opened` is what it reads. If `error` is set, its requests get that
-    error. `holder` holds its slabs. `joining` is its request for its place. `began` is where its
-    first stream began, `mix_from` where its last one did, whose weights are `mix`. `closed`: it
-    reads no more, though it may hold slabs until it is `released`. `has_left`: it has given its
-    place back, since it left, or `was_lost`.
+    """One rank of one job, which reads `opened`. If `error` is set, the rank's requests get that
+    error. `holder` is the name under which its slabs are held. `joining` is the request for its
+    place. The first stream began at `began`; the last stream began at `mix_from`, with the weights
+    `mix`. `closed`: the rank reads no more, but may hold slabs until it is `released`. `has_left`:
+    its place was given back, because the rank left, or because it `was_lost`.
 
-    `next_epoch` is the stream expected to follow its only stream. It is prepared while the last
-    slabs of this epoch are consumed. `following` handles changed weights of a mixture. `joined` is
-    the coordinator's answer when it joined, `opened_at` the time of that, and `gathered` is set
-    once all ranks have joined.
+    `next_epoch` is the stream that is expected to follow the rank's only stream, and is prepared
+    while the last slabs of this epoch are consumed. `following` handles changed weights of a
+    mixture. `joined` is the coordinator's answer to the join, `opened_at` the time of the join, and
+    `gathered` is set once all ranks have joined.
     """
 
     request: messages.OpenJob
@@ -247,7 +247,7 @@ class ServedMember(Struct, eq=False):
 
     @property
     def host_count(self) -> int:
-        """The hosts of its launch."""
+        """The number of hosts of its launch."""
         place = self.request.topology
         return place.world_size // place.local_world_size
 
@@ -258,7 +258,7 @@ class ServedMember(Struct, eq=False):
 
     @property
     def entries(self) -> tuple[LedgerEntry, ...]:
-        """The entries of its launch's changes."""
+        """The ledger entries of the changes that its launch knows."""
         return self.request.entries
 
     @property
@@ -268,7 +268,7 @@ class ServedMember(Struct, eq=False):
 
     @property
     def dataset(self) -> Dataset:
-        """The dataset it reads, or one of those with equal columns."""
+        """The dataset that the rank reads; of a mixture, the first, as all have equal columns."""
         return self.opened.datasets[0]
 
     @property
@@ -288,12 +288,12 @@ class ServedMember(Struct, eq=False):
 
     @property
     def place_reached(self) -> LedgerPosition | None:
-        """The place that it has reached; None if it has not begun."""
+        """The place that the rank has reached; None if it has not begun to read."""
         return None if self.began is None else LedgerPosition(self.epoch, self.cursor)
 
     def reached(self, epoch: int, cursor: int) -> None:
-        """Note the samples that all ranks have consumed, as reported by its trainer. Never goes
-        back.
+        """Note the samples that all ranks have consumed, as reported by its trainer. Earlier
+        positions are ignored.
         """
         self.epoch, self.cursor = max((self.epoch, self.cursor), (epoch, cursor))
 
@@ -309,13 +309,13 @@ class ServedMember(Struct, eq=False):
         )  # fmt: skip
 
     def count_wait(self, waited: messages.Waited | None) -> None:
-        """Count what its trainer reports."""
+        """Count the waits that its trainer reports."""
         if waited is not None:
             self.meter.waited(waited.waits_us, waited.first_batch_s)
 
 
 def progress_of(member: ServedMember) -> MemberProgress:
-    """The progress of a member, and its rate since the last call."""
+    """Return the progress of a member, with its rate since the last call."""
     now = time.monotonic()
     then, epoch, cursor = member.seen
     if then and epoch == member.epoch and now > then:
@@ -341,18 +341,18 @@ def progress_of(member: ServedMember) -> MemberProgress:
 
 # -- changes of weights ----------------------------------------------------------------------------
 #
-# Answer questions about changed weights of a mixture. Trainers hold the weights, and open streams
-# with them; the node keeps none.
+# Answer questions about changed weights of a mixture. Trainers keep the weights, and pass them when
+# they open streams; the node keeps no weights.
 #
 # 1. An answer depends only on the job, its weights so far and the place. So all ranks get the same
 #    answer to the same question, from any node, at any time.
 
 
 def mix_of(spec: JobSpec, mix: MixHistory | None) -> MixHistory | None:
-    """Return the weights of a requested stream: those of the spec unless it names others. None
-    without a mixture.
+    """Return the weights for a requested stream: `mix`, or those of the spec if `mix` is None. None
+    if the job is not a mixture.
 
-    Raises:  ConfigError: they are not weights of this mixture.
+    Raises:  ConfigError: `mix` does not fit this mixture.
     """
     if spec.mixture is None or mix is None:
         return None if spec.mixture is None else spec.mixture.history
@@ -370,9 +370,9 @@ def epoch_described(member: ServedMember, question: DescribeEpoch) -> EpochDescr
 
 
 def weights_changed(member: ServedMember, question: ChangeWeights) -> WeightsChanged:
-    """Return all weights if these come into force, and their place.
+    """Return all weights of the mixture after the requested change, and the place where it applies.
 
-    Raises:  ConfigError: the job is no mixture, these are no weights for it, or an epoch cannot be
+    Raises:  ConfigError: the job is not a mixture, the weights do not fit it, or an epoch cannot be
     planned with them.
     """
     spec, request = member.spec, member.request.mixture
@@ -403,8 +403,8 @@ def weights_changed(member: ServedMember, question: ChangeWeights) -> WeightsCha
 
 
 def refusal_of(member: ServedMember, proposal: MixProposal) -> str:
-    """Return why a member cannot read these weights from the requested place on, or from the one it
-    has reached; "" if it can.
+    """Return why a member cannot read the proposed weights from the proposed place on, or, if there
+    is none, from the place that the member has reached; "" if it can.
     """
     mixture, at = member.request.mixture, proposal.at or member.place_reached
     mix = mix_of(member.spec, member.mix)
@@ -422,8 +422,8 @@ def refusal_of(member: ServedMember, proposal: MixProposal) -> str:
 def _as_opened(
     spec: JobSpec, mixture: MixtureSpec, mixed: Mixed, changes: PlannedChanges, place: Place
 ) -> tuple[PlannedChanges, Place]:
-    """Restore the weights with which the job was opened from this place on: those that its schedule
-    has for this step and for later ones.
+    """Return the changes that restore, from this place on, the weights with which the job was
+    opened: those that its schedule has for this step and for later ones. Also return the place.
     """
     before = tuple(change for change in changes if change.place < place)
     now = steps_before(mixed, before, place, spec.global_batch, spec.end)
@@ -461,7 +461,7 @@ def _check(mixture: MixtureSpec, mix: MixHistory) -> None:
 # Answers questions about a job: types of columns, values of codes, weights of a mixture.
 
 
-# An answer is one packet, far smaller than the limit.
+# These limits keep an answer, which is one packet, far below the size limit of packets.
 _TEXT_BYTES_MAX = 64 << 10
 _TYPE_LENGTH_MAX = 2000
 _COLUMN_BYTES = 64
@@ -471,8 +471,8 @@ Told = ColumnsDescribed | CategoriesRead | EpochDescribed | WeightsChanged
 
 
 async def describe(member: ServedMember, question: Question) -> Told:
-    """Answer a question about the member's job. Of a list, the answer has as many entries as fit,
-    from the requested first one on.
+    """Answer a question about the member's job. An answer that is a list has as many entries as
+    fit, from the requested entry on.
 
     Raises:  ConfigError: a column does not come as codes, or weights are invalid.
     """
@@ -512,7 +512,7 @@ def _categories(dataset: Dataset, question: ReadCategories) -> CategoriesRead:
 
 
 def described_columns(job: OpenedJob) -> tuple[DescribedColumn, ...]:
-    """All columns of a batch, in order."""
+    """Describe all columns of a batch, in order."""
     if job.collated is not None:
         return tuple(map(DescribedColumn, job.collated.specs))
     dataset = job.datasets[0]
@@ -546,7 +546,7 @@ def _described(
 
 
 def _types_of(members: tuple[str, ...], leaves: Mapping[str, Leaf]) -> str:
-    """Return the types in a stack, each once; none in a stack of masks."""
+    """Return the types in a stack, each once; "" for a stack of masks."""
     kinds = (_text(leaves[name].type) for name in members if name in leaves)
     return ", ".join(dict.fromkeys(kinds))[:_TYPE_LENGTH_MAX]
 

@@ -40,33 +40,34 @@ from dataplane.worker.process import HUNG_S, WorkerProcess, kill_all
 
 # -- lender process -------------------------------------------------------------------------------
 #
-# A node's lender: the process that sends blocks of its block arena, and slabs that it has made for
-# them, to neighbours.
+# A node's lender: the process that sends neighbours blocks of the node's block arena, and slabs
+# that the node has made for them.
 #
 # Invariants:
-# 1. After each `give`, its `after` is called exactly once, when the regions are no longer read:
-#    the lender says so, or has ended. `close` ends all of this.
-# 2. What a lender that has ended was asked for is forgotten: nobody waits for the answer.
-# 3. A lender that ends is started again, later and later if none is of use.
-# 4. Nothing on the event loop waits for it.
-# 5. A lender that reads none of its messages, being stopped or stuck, is ended, and 3 applies.
-# 6. A lender that is started knows all arenas that are lent.
+# 1. After each `give`, its `after` is called exactly once, when the lender reports that it no
+#    longer reads the regions, or has ended. After `close`, no `after` is called.
+# 2. The open requests of a lender that has ended are forgotten: its connections ended with it, so
+#    nobody waits for the answers.
+# 3. A lender that ends is replaced, after longer and longer pauses while no lender is of use.
+# 4. Nothing on the event loop waits for a lender.
+# 5. A lender that reads no messages, because it is stopped or stuck, is killed, and 3 applies.
+# 6. A new lender gets all arenas that are lent.
 
 _MESSAGES_A_TURN = 32
 _PAUSE_S, _PAUSE_S_MAX = 0.1, 10.0
 _NO_LIMIT = 0
 _PROBE = lending.ReturnArena((1 << 64) - 1)
-"""Has no effect: no arena has this number."""
+"""Checks whether the lender reads messages; has no effect, since no arena has this number."""
 
 OnAsked = Callable[[lending.Asked], None]
 After = Callable[[], object]
 
 
 class Lending:
-    """The lender of a node, which neighbours reach at this listening socket; it is then owned. The
-    process is started with the first key. Call it only from the event loop.
+    """The lender of a node. Neighbours reach it at `listener`, which then belongs to this object.
+    The process is started with the first key. Use this only from the event loop.
 
-    `log` is level and format. With `tls`, all connections are inside of TLS.
+    `log` is the log's level and format. With `tls`, all connections use TLS.
     """
 
     def __init__(
@@ -99,8 +100,8 @@ class Lending:
         self._is_started = self._closed = False
 
     def serve(self, on_asked: OnAsked) -> None:
-        """Begin to serve neighbours: `on_asked` is called for a block or a slab that one requests,
-        and answered by one of `give`, `only_decoded` and `refuse`, now or later.
+        """Begin to serve neighbours: `on_asked` is called with each request for a block or a slab,
+        which `give`, `only_decoded` or `refuse` must answer, now or later.
         """
         self._on_asked = on_asked
 
@@ -111,15 +112,15 @@ class Lending:
 
     @property
     def lent_bytes(self) -> int:
-        """How much neighbours have received so far."""
+        """How many bytes of data neighbours have received so far."""
         return self._lent_bytes
 
     def keys(
         self, job_id: str, generation: int, key: bytes, only_under: tuple[str, ...] = ()
     ) -> None:
-        """Neighbours of this job have this key of 32 bytes, for which they get what is under these
-        urls, () for everything; b"": the job has left this node. The connections of an older
-        generation are closed.
+        """Set the 32-byte key of a job, with which neighbours get data under the urls `only_under`,
+        or any data if it is (). The key is b"" once the job has left this node. Connections of
+        older generations are closed.
         """
         if self._closed:
             return
@@ -137,14 +138,14 @@ class Lending:
             self._spawn()
 
     def lend_arena(self, arena_id: int, fd: int) -> None:
-        """From now on, regions of this sealed arena may be given. `fd` stays the caller's."""
+        """Allow regions of this sealed arena to be given. `fd` stays the caller's."""
         self.return_arena(arena_id)
         if not self._closed:
             self._arenas[arena_id] = os.dup(fd)
             self._send(lending.LendArena(arena_id))
 
     def return_arena(self, arena_id: int) -> None:
-        """No more regions of this arena will be given; nothing if it is not lent."""
+        """Stop giving regions of this arena; does nothing if the arena is not lent."""
         fd = self._arenas.pop(arena_id, None)
         if fd is not None:
             os.close(fd)
@@ -162,10 +163,11 @@ class Lending:
         after: After = lambda: None,
         is_data: bool = True,
     ) -> None:
-        """Send this region, and those of `more`, as long as was asked for. Of a slab or a run, they
-        are at most so long, and may be empty; a slab has a note, of at most wire.NOTE_BYTES_MAX,
-        and a run how each of its blocks ends. `after` is called later, when they are no longer
-        read, also if nobody waits for them any more. What `is_data` counts as lent.
+        """Answer a request with this region and those of `more`, which have the requested length
+        together; for a slab or a run, they may be shorter or empty. A slab has a `note`, of at most
+        wire.NOTE_BYTES_MAX; a run has `ends`, which say how each of its blocks ended. `after` is
+        called later, when the regions are no longer read, even if the request is not open any
+        more. If `is_data`, the bytes count as lent.
         """
         if number in self._asked:
             self._asked.remove(number)
@@ -175,14 +177,14 @@ class Lending:
             self._loop.call_soon(self._over, after)
 
     def only_decoded(self, number: int, length: int) -> None:
-        """Say that there is only the decoded block, of this length."""
+        """Answer that only the decoded block is here, and has this length."""
         if number in self._asked:
             self._asked.remove(number)
             self._send(lending.GiveDecodedOnly(number, length))
 
     def refuse(self, number: int, *, is_unknown: bool = False) -> None:
-        """Send nothing: the neighbour reads the store, or has its slab made elsewhere. With
-        `is_unknown`, it may ask again, and say how to open the job of the slab.
+        """Refuse a request: the neighbour reads the store, or has its slab made elsewhere. With
+        `is_unknown`, the neighbour may repeat the request, and say how to open the slab's job.
         """
         if number in self._asked:
             self._asked.remove(number)
@@ -252,7 +254,7 @@ class Lending:
                 body = self._unsent[0]
                 if not isinstance(body, lending.LendArena):
                     local.send(process.sock, lending.ToLender(body))
-                elif body.arena_id in self._arenas:  # it was not returned meanwhile
+                elif body.arena_id in self._arenas:  # the arena was not returned meanwhile
                     fd = self._arenas[body.arena_id]
                     local.send(process.sock, lending.ToLender(body), (fd,))
                 self._unsent.popleft()
@@ -276,7 +278,7 @@ class Lending:
                 said, descriptors = local.receive(process.sock, lending.FromLender)
             except BlockingIOError:
                 return
-            except DataplaneError:  # it is gone, or sent an invalid message
+            except DataplaneError:  # the lender is gone, or sent an invalid message
                 self._end()
                 return
             for fd in descriptors:
@@ -296,7 +298,7 @@ class Lending:
             self._on_asked(body)
 
     def _end(self) -> None:
-        """Nobody hears the lender any more. Its regions are free once it is gone."""
+        """End the lender, and ignore its messages. Its regions are free once it is gone."""
         if self._process is None or self._closed:
             return
         self._stop_writing()
@@ -332,19 +334,19 @@ class Lending:
 _trace = Trace("node")
 
 _BACKLOG = 1024
-# Of a network that is never used (RFC 5737): the kernel takes the default route to it.
+# An address that no host has (RFC 5737), so that the kernel takes the default route to it.
 _ELSEWHERE = TcpAddress("192.0.2.1", 9)
 
 
 def open_data_port(
     wanted: str, coordinator: str, *, is_own: bool = False, is_safe: bool = True
 ) -> socket.socket | None:
-    """Open a listening socket for the setting `data_listen`; None if there is none.
+    """Open the listening socket that the setting `data_listen` names; None if there is to be none.
 
     `is_own`: the coordinator is in this process. `is_safe`: connections are encrypted, or may be
     plain text. May wait for a name server.
 
-    Raises:  ConfigError: the address is taken, or none of this machine.
+    Raises:  ConfigError: the address is taken, or is not an address of this machine.
     """
     if wanted == NO_NEIGHBOURS:
         return None
@@ -384,9 +386,9 @@ def _bound(sock: socket.socket) -> TcpAddress:
 
 
 def _address_here(coordinator: str) -> TcpAddress | None:
-    """Return the address of this machine from which it reaches the coordinator, or any other host
-    while the coordinator's name is unknown. None if there is none, or other hosts could not connect
-    to it.
+    """Return the address from which this machine reaches the coordinator, or other hosts in general
+    if the coordinator's name is unknown. None if the machine has no such address, or if other hosts
+    could not connect to it.
     """
     parsed = parse(coordinator)
     if isinstance(parsed, UnixAddress):
@@ -421,8 +423,8 @@ def _listening(address: TcpAddress) -> socket.socket:
 
 
 class JobTables:
-    """The coordinator's last report on each job. `on_nodes` is called with the changes, and
-    `on_nodes_gone` with the id of a job with which this node has nothing to do any more.
+    """The coordinator's last report on each job. `on_nodes` is called with each report that
+    differs from the last one, and `on_nodes_gone` with the id of each job that is forgotten.
     """
 
     def __init__(
@@ -449,9 +451,9 @@ class JobTables:
             self._learn(nodes)
 
     def told(self, nodes: JobNodes, known: Mapping[str, int]) -> None:
-        """Apply the answer to a heartbeat that named these versions as known. The answer counts,
-        even if the generation goes back, since the coordinator has then lost its state; but not if
-        a join has reported a newer generation since the heartbeat was sent.
+        """Apply the answer to a heartbeat that named these versions as known. The answer applies
+        even if its generation is older, since the coordinator has then lost its state, unless a
+        join has reported a newer generation since the heartbeat was sent.
         """
         held = self._by_job.get(nodes.job_id)
         is_the_same = held is None or held.version == known.get(nodes.job_id)
@@ -459,7 +461,7 @@ class JobTables:
             self._learn(nodes)
 
     def left(self, job_id: str, known: Mapping[str, int]) -> None:
-        """Handle a heartbeat's answer that this node is no maker of this job any more, unless a
+        """Handle a heartbeat's answer that this node no longer makes slabs of this job, unless a
         join has reported the job since the heartbeat, which named these versions, was sent.
         """
         held = self._by_job.get(job_id)
@@ -467,7 +469,7 @@ class JobTables:
             self.forget(job_id)
 
     def forget(self, job_id: str) -> None:
-        """Forget a job of which the node has no members any more, and for which it makes
+        """Forget a job that has no members left on this node, and for which the node makes
         no slabs.
         """
         if self._by_job.pop(job_id, None) is not None:
@@ -485,12 +487,12 @@ class JobTables:
 
 # -- neighbours of the engine ---------------------------------------------------------------------
 #
-# The neighbours of a node, as its engine knows them: who owns a block, who makes slabs, and how to
-# answer those who ask for a block.
+# The neighbours of a node, as its engine knows them: which node owns a block, which nodes make
+# slabs, and the lender that answers neighbours.
 
 
 class _Known(Struct, frozen=True):
-    """The `nodes` that own blocks; `owners` is None if there are fewer than two."""
+    """The nodes of a job, and the `lenders` among them; without two, `owners` is None."""
 
     nodes: JobNodes
     lenders: tuple[NeighbourNode, ...]
@@ -501,15 +503,15 @@ class _Known(Struct, frozen=True):
         """Select the owners: a node without memory for blocks owns none."""
         lenders = tuple(node for node in nodes.nodes if node.arena_bytes)
         names = [node.disk_id or node.node_id for node in lenders]
-        if len({*names}) < len(names):  # a folder was copied from one host to another
+        if len({*names}) < len(names):  # a folder was copied to another host: use node ids
             names = [node.node_id for node in lenders]
         weighed = [Weighed(n, node.arena_bytes) for n, node in zip(names, lenders, strict=True)]
         return cls(nodes, lenders, Owners(weighed) if len(lenders) > 1 else None)
 
 
 class KnownNeighbours:
-    """The neighbours of the node with this id, by job. It lends blocks through `lending`, if it is
-    reachable.
+    """The neighbours of the node `own_id`, by job. The node lends blocks through `lending`, which
+    is None if neighbours cannot reach the node.
     """
 
     def __init__(self, own_id: str = "", lending: Lending | None = None) -> None:
@@ -535,7 +537,7 @@ class KnownNeighbours:
         return None
 
     def makers(self, job_id: str) -> Sequence[SlabMaker]:
-        """Return the nodes that make slabs of a job, if they are asked."""
+        """Return the other nodes that make slabs of a job on request."""
         known = self._known.get(job_id)
         if known is None:
             return ()

@@ -82,7 +82,7 @@ class Opened(Struct, frozen=True):
 
     @property
     def packing(self) -> Packing | None:
-        """The fate of tokens that are packed."""
+        """The use of the tokens, if the samples are packs."""
         return self.packed.packing
 
     @property
@@ -91,7 +91,7 @@ class Opened(Struct, frozen=True):
         return self.manifest.fingerprint
 
     def handed_on(self) -> bytes:
-        """The manifest of the whole dataset, with what was counted for the view, as a file."""
+        """Return the manifest of the whole dataset, with the counts for the view, as a file."""
         whole = self.rows.whole or self.rows
         if self.view.where and not self.view.limit:
             whole = with_view(whole, self.rows, self.view)
@@ -181,9 +181,9 @@ class DatasetOpener:
         self._pack_counter = PackCounter(config, reads, self._mapped_reader)
 
     async def manifest(self, request: messages.OpenJob) -> Opened:
-        """The manifest that this job reads.
+        """Open the manifest that this job reads.
 
-        Raises:  DataplaneError: it cannot be opened; the next call tries again.
+        Raises:  DataplaneError: the manifest cannot be opened; the next call tries again.
         """
         view, seed = samples_of(canonical_view(request.spec.view), request.spec.seed)
         key = Wanted(request.source, view, seed, request.job_id, request.incarnation)
@@ -198,7 +198,7 @@ class DatasetOpener:
         return await asyncio.shield(future)
 
     async def manifests(self, request: messages.OpenJob) -> tuple[Opened, ...]:
-        """The manifests of all datasets that this job reads.
+        """Open the manifests of all datasets that this job reads.
 
         Raises:  DataplaneError: one cannot be opened; the next call tries again.
         """
@@ -213,11 +213,11 @@ class DatasetOpener:
 
     async def job(self, request: messages.OpenJob, digest: str = "") -> OpenedJob:
         """Open the datasets of this job. Call `forget_unread` with each dataset if it is not read.
-        With a `digest`, the job must have that one, or its manifests are forgotten.
+        If `digest` is given and differs from the job's, the job's manifests are forgotten.
 
         Raises:  ConfigError: the columns, or the mixture, are wrong, or the node does not run its
-        functions.  FunctionError: one fails over the first rows.  SpecMismatch: it has another
-        digest.  DataplaneError: a dataset cannot be opened; the next call tries again.
+        functions.  FunctionError: a function fails over the first rows.  SpecMismatch: the job has
+        another digest.  DataplaneError: a dataset cannot be opened; the next call tries again.
         """
         if request.mixture is not None:
             return await self._mixture(request, digest)
@@ -254,7 +254,7 @@ class DatasetOpener:
         specs = tuple(map(spec_of, opened, requests))
         manifests = [part.manifest for part in opened]
         pairs = list(zip(manifests, specs, strict=True))
-        # Rows of packed and of other blocks cannot be gathered together.
+        # Pack the blocks of all sources or of none: a slab cannot have rows of both kinds.
         sources, mapped, packed = request.mixture.sources, [], True
         for source, pair in zip(sources, pairs, strict=True):
             with _naming(source):
@@ -296,9 +296,10 @@ class DatasetOpener:
     async def _with_left(
         self, request: messages.OpenJob, spec: JobSpec, opened: tuple[Opened, ...]
     ) -> tuple[Opened, ...]:
-        """Add what is left of the datasets for the first epoch of this stage, if it reads that.
+        """Add to the manifests which samples earlier stages left for the first epoch of this stage,
+        if the job reads that epoch.
 
-        Raises:  ConfigError: what the stage before has delivered cannot be computed.
+        Raises:  ConfigError: the samples that earlier stages delivered cannot be computed.
         """
         stages = spec.stages
         if request.epoch > spec.first_epoch or not any(stage.unread for stage in stages[-1:]):
@@ -348,7 +349,7 @@ class DatasetOpener:
         return replace(job, datasets=tuple(map(self.datasets.keep, job.datasets)))
 
     def open_delivery(self, delivery: DeliveryArena) -> None:
-        """Allow slabs of these datasets to be made; they are read until `close_delivery`."""
+        """Allow slabs to be made in this arena; its datasets are in use until `close_delivery`."""
         self._readers.update(dataset.dataset_id for dataset in delivery.datasets)
         self._engine.open_delivery(delivery)
 
@@ -398,7 +399,8 @@ class DatasetOpener:
 def _naming(source: messages.SourceAsked) -> Iterator[None]:
     """Add the name of a mixture's source to errors within.
 
-    Raises:  DataplaneError: the same, with its name, and its urls unless a shard is named.
+    Raises:  DataplaneError: the same error, with the source's name, and its urls unless the error
+    names a shard.
     """
     try:
         yield
@@ -443,7 +445,7 @@ def check_blocks(dataset: Dataset, budget: int) -> None:
 
 
 def spec_of(opened: Opened, request: messages.OpenJob) -> JobSpec:
-    """Return the spec that was asked for, with every default filled in."""
+    """Return the requested spec, with every default filled in."""
     given, shuffle = request.spec, Shuffle(1, 1, 0)
     if given.shuffle:
         shuffle = shuffle_of(opened.sizes, given.lanes, given.window)
@@ -474,14 +476,14 @@ def _settled(spec: JobSpec, identity: DatasetIdentity) -> JobSpec:
 
 
 def software_of(job: OpenedJob, pixels: str) -> str:
-    """Name the software that makes a job's batches here, besides its spec: that which decodes
-    images, and the code of its functions; "" if there are neither.
+    """Name the software that, besides its spec, determines a job's batches: the image decoder, and
+    the code of the job's functions; "" if there is neither.
     """
     return " ".join(filter(None, (pixels, *job.codes)))
 
 
 async def pixels_of(spec: JobSpec) -> str:
-    """The name of the software that decodes this job's images on this host; "" without images."""
+    """Name the software that decodes this job's images on this host; "" without images."""
     return await asyncio.to_thread(_maker_name) if spec.transforms else ""
 
 

@@ -1,4 +1,4 @@
-"""Slabs that the node reads for itself, in the way of a trainer: fetching, decoding and budgets are
+"""Slabs that the node reads for itself, as a trainer would: fetching, decoding and budgets are
 the same as for any job. From the first slab, the node learns which columns users' functions make.
 """
 
@@ -62,15 +62,15 @@ class OwnReads:
         cursor: int = 0,
         keeps_blocks: bool = False,
     ) -> AsyncGenerator[tuple[Slab, bytes], None]:
-        """Yield all slabs of a job with this spec, in this order from the cursor on, and a copy of
-        each. The dataset is forgotten at the end, unless it `keeps_blocks`: then the blocks read
-        first stay in memory, as far as there is room, until the caller forgets it.
+        """Yield each slab of a job with this spec, in this order from the cursor on, and a copy of
+        its bytes. The dataset is forgotten at the end, unless `keeps_blocks`: then the blocks read
+        first stay in memory, as far as there is room, until the caller forgets the dataset.
 
-        Raises:  DataplaneError: as any job that reads it.
+        Raises:  DataplaneError: as for any job that reads the dataset.
         """
         engine = self._engine
         sizes = slab_sizes(dataset, spec, 1, _SLAB_BYTES)
-        if keeps_blocks:  # each block may take long, and what is known of it is wanted soon
+        if keeps_blocks:  # small slabs: a block may take long, and results are wanted soon
             sizes.batches_max = min(sizes.batches_max, _KEPT_BATCHES)
             sizes.batches = min(sizes.batches, _KEPT_BATCHES)
         layout = plan_slots(_SLOTS * sizes.slot_bytes, sizes.slot_bytes)
@@ -89,7 +89,7 @@ class OwnReads:
         try:
             while True:
                 engine.request(stream, 1)
-                body = await inbox.get()  # the engine answers by its stall timeout
+                body = await inbox.get()  # the engine answers within its stall timeout
                 while isinstance(body, Working):
                     body = await inbox.get()
                 if isinstance(body, DataplaneError):
@@ -114,9 +114,9 @@ class OwnReads:
     async def first_slab(
         self, dataset: Dataset, spec: JobSpec, order: SampleOrder
     ) -> tuple[Slab, bytes]:
-        """Return the first slab, and a copy of it: only this one is made.
+        """Return the first slab, and a copy of its bytes; then close the stream.
 
-        Raises:  DataplaneError: as any job that reads it, or it has no rows.
+        Raises:  DataplaneError: as for any job that reads the dataset, or the dataset has no rows.
         """
         async with contextlib.aclosing(self.slabs(dataset, spec, order)) as slabs:
             async for slab in slabs:
@@ -126,12 +126,12 @@ class OwnReads:
 
 # -- values that are found once --------------------------------------------------------------------
 #
-# Values that a node determines by reading, or by running a user's function, once for all that wait.
+# Values that a node determines by reading, or by running a user's function, once for all callers.
 #
 # Invariants:
-# 1. A value is computed once at a time, however many wait for it. It may be remembered; a failure
-#    is not: the next caller tries again.
-# 2. The computation continues only as long as somebody waits for it: the function may hang.
+# 1. A value is computed by one task at a time, however many callers wait for it. The value may be
+#    remembered; a failure is not, so that the next caller tries again.
+# 2. The computation continues only as long as a caller waits for it, since a function may hang.
 
 
 _REMEMBERED = 64
@@ -139,7 +139,7 @@ T = TypeVar("T")
 
 
 class _Sought(Struct, Generic[T], eq=False):
-    """A value that is being computed, and how many wait for it."""
+    """A value that is being computed, and how many callers wait for it."""
 
     result: asyncio.Future[T]
     task: asyncio.Task[None] | None = None
@@ -147,7 +147,7 @@ class _Sought(Struct, Generic[T], eq=False):
 
 
 class FoundOnce(Generic[T]):
-    """Values by key; `name` is that of the tasks that compute them. The last `remembered` values
+    """Values by key; the tasks that compute them have this `name`. The last `remembered` values
     are kept.
     """
 
@@ -173,7 +173,7 @@ class FoundOnce(Generic[T]):
         finally:
             sought.waiting -= 1
             if not sought.waiting and not sought.result.done() and sought.task is not None:
-                self._forget(key, sought)  # at once: the next caller starts again
+                self._forget(key, sought)  # now, so that the next caller starts again
                 sought.task.cancel()
 
     async def _find(
@@ -187,7 +187,7 @@ class FoundOnce(Generic[T]):
             sought.result.set_result(value)
         except DataplaneError as error:
             sought.result.set_exception(error)
-            sought.result.exception()  # mark it as retrieved, even if no caller waits any more
+            sought.result.exception()  # mark it as retrieved, in case no caller waits any more
         finally:
             self._forget(key, sought)
             sought.result.cancel()
@@ -205,8 +205,8 @@ class FoundOnce(Generic[T]):
 # The node itself never imports a user's code.
 #
 # Invariants:
-# 1. A map of a dataset is tried once at a time (found_once.py, 1). The result is remembered for as
-#    long as the workers that imported it may live: as long as this node.
+# 1. A map of a dataset is tried by one task at a time (see `FoundOnce`, invariant 1). The last
+#    results are remembered as long as this node lives, like the workers that imported the maps.
 # 2. A served node has workers import only functions that its operator lists.
 
 
@@ -214,7 +214,7 @@ _trace = Trace("security")
 
 
 class MappedReader:
-    """Tries maps for one node."""
+    """Tries map functions for one node."""
 
     def __init__(
         self,
@@ -225,10 +225,10 @@ class MappedReader:
         self._found = FoundOnce[MappedColumns]("map")
 
     async def of_job(self, manifest: Manifest, spec: JobSpec) -> MappedColumns | None:
-        """The columns that the job's map makes; None without a map.
+        """Return the columns that the job's map makes; None without a map.
 
-        Raises:  ConfigError: this node does not run its functions, or cannot import them.
-        FunctionError: the map fails.  DataplaneError: as any job that reads the dataset.
+        Raises:  ConfigError: this node does not run the job's functions, or cannot import them.
+        FunctionError: the map fails.  DataplaneError: as for any job that reads the dataset.
         """
         view = spec.view
         if not view.map:
@@ -289,7 +289,7 @@ def check_allowed(config: NodeConfig, argument: str, name: str) -> None:
 
     Raises:  ConfigError: this node does not run the function of this name; the log says so.
     """
-    # The trainer that has started an embedded one may run the same itself.
+    # An embedded node runs any function: the trainer that started it could call it itself.
     if config.embedded or config.allows_function(name):
         return
     module = name.partition(":")[0]
@@ -313,8 +313,8 @@ def check_allowed(config: NodeConfig, argument: str, name: str) -> None:
 # The node itself never imports a user's code.
 #
 # Invariants:
-# 1. A function is tried once at a time for a job (found_once.py, 1), with as many of the dataset's
-#    first rows as a rank's batch has, in the dataset's order.
+# 1. A job's function is tried by one task at a time (see `FoundOnce`, invariant 1), with as many of
+#    the dataset's first rows as a rank's batch has, in the dataset's order.
 # 2. A served node has workers import only functions that its operator lists.
 
 
@@ -343,10 +343,10 @@ class CollatedReader:
     async def of_job(
         self, spec: JobSpec, dp_size: int, first: FirstSource
     ) -> CollatedColumns | None:
-        """The columns that the job's collate function makes; None without one.
+        """Return the columns that the job's collate function makes; None if there is no function.
 
-        Raises:  ConfigError: this node does not run its functions, or cannot import them.
-        FunctionError: the function fails.  DataplaneError: as any job that reads the dataset.
+        Raises:  ConfigError: this node does not run the job's functions, or cannot import them.
+        FunctionError: the function fails.  DataplaneError: as for any job that reads the dataset.
         """
         name = spec.view.collate
         if not name:
@@ -388,7 +388,7 @@ class CollatedReader:
 
 
 def _first_rows(manifest: Manifest, rows: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Return how many of a dataset's first rows each of its first blocks has.
+    """Return how many of a dataset's first `rows` rows lie in each of its first blocks.
 
     Shapes:  result: int64[blocks].
     """

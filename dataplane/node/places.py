@@ -68,7 +68,7 @@ async def patiently(
 def unanswered(
     waited_s: float, last: PeerLost | None, job: str, coordinator: str, node: str
 ) -> DataStallError:
-    """The error for a rank whose job waits for the coordinator; `last` came with its last try."""
+    """Return the error for a rank that waits for the coordinator; `last` ended the last attempt."""
     why = "" if last is None else f" ({last})"
     sentence = (
         f"the coordinator at {coordinator} has not answered node {node} for {waited_s:.0f} s{why}. "
@@ -91,7 +91,7 @@ def unanswered(
 _trace = Trace("node")
 
 _LEAVES_S_MAX = 15.0
-"""The client of the coordinator gives up a leave earlier."""
+"""The longest wait for leaves; the client of the coordinator gives up a leave earlier."""
 
 
 class NodePlaces:
@@ -119,12 +119,12 @@ class NodePlaces:
                 coordinator=self._config.coordinator,
                 node=self._node_id,
             )
-        except asyncio.CancelledError:  # the trainer went away, and may have got its place
+        except asyncio.CancelledError:  # the trainer went away, and may have its place already
             self.leave(request.job_id, request.member_id, lost=True)
             raise
 
     async def rejoin(self, request: JoinRequest) -> JoinResponse:
-        """Take a place again after a lease ran out. Asks once; raises as `Coordination.join`."""
+        """Take a place again after a lease ran out: one attempt. Raises as `Coordination.join`."""
         return await self._coordination.join(request)
 
     def leave(
@@ -146,8 +146,8 @@ class NodePlaces:
         task.add_done_callback(partial(self._told, job_id))
 
     async def close(self) -> None:
-        """Wait for all leaves, each of which ends by itself. A node that stops leaves its other
-        members their places: they rejoin through another node.
+        """Wait for all leaves, each of which ends by itself. When a node stops, its other
+        members keep their places, and rejoin through another node.
         """
         self._closed = True
         tasks = [task for tasks in self._leaving.values() for task in tasks]

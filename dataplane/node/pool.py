@@ -5,8 +5,8 @@ Invariants:
 2. If a worker died or ran out of memory, its task is given to a worker started afterwards, so that
    killing all workers at once hits each task only once. The second death is blamed on the task. A
    stuck worker is killed; its task is tried again only if that can tell which block is to blame.
-3. Before a task, a worker is told everything it needs and does not know yet; a new worker knows
-   nothing.
+3. Before a task, a worker gets everything that the task needs and the worker does not know yet; a
+   new worker knows nothing.
 4. A worker that has opened a block is told to forget it before it gets any other message after the
    block's memory was reused.
 5. Surplus workers exit once they are idle; an additional worker gets tasks only after it has
@@ -41,7 +41,7 @@ _DEATHS_MAX = 2
 _QUICK_DEATHS_MAX = 5
 _WATCH_S = 0.5
 _BUSY_SHARE = 0.4
-"""Short tasks are given to so few workers that these are busy for this share of their time."""
+"""Short tasks go to so few workers that each of these is busy for about this share of its time."""
 
 
 class WorkerPool:
@@ -97,7 +97,7 @@ class WorkerPool:
         if self._loop is None:
             fork_server.acquire(self._stderr_fd)
             self._loop = asyncio.get_running_loop()
-            kernel()  # without it, each slab would fail
+            kernel()  # load the compiled loops now: without them, each slab would fail
         wanted = self._worker_count if count is None else min(count, self._worker_count)
         while len(self._workers) < wanted:
             self._spawn()
@@ -117,7 +117,7 @@ class WorkerPool:
         self._worker_count = count
         while self._loop is not None and len(self._workers) < count:
             worker = self._spawn()
-            worker.ask_whether_up()  # tasks do not wait for that
+            worker.ask_whether_up()  # it gets tasks only after its answer
             self._send_next(worker)
         self._retire()
 
@@ -136,9 +136,9 @@ class WorkerPool:
 
     @property
     def at_work(self) -> frozenset[int]:
-        """Return the numbers of datasets with tasks that end in time: those of workers, which are
-        killed if they hang, and all that wait for one of these. A worker that is being ended may
-        hang in the kernel for ever.
+        """The numbers of the datasets with tasks that are certain to end: the tasks of workers,
+        which are killed if they hang, and the tasks that wait for these workers. Workers that are
+        being ended do not count, since they may hang in the kernel for ever.
         """
         tasks_now = [
             worker.task for worker in self._workers if worker.task and not worker.is_ending
@@ -148,8 +148,8 @@ class WorkerPool:
 
     def submit(self, task: PoolTask, urgency: int) -> None:
         """Queue a task. The smallest urgency goes first, then the oldest, except for long tasks:
-        see TaskQueue. If the task names a worker that is idle now, that worker begins at once,
-        since it has done most of the work.
+        see TaskQueue. If the task names a worker that is idle now, that worker gets it at once,
+        since the worker has already done most of the work.
         """
         able = task.worker and [worker for worker in self._workers if worker.number == task.worker]
         if able and able[0].is_idle:
@@ -167,8 +167,8 @@ class WorkerPool:
                 worker.forget.append(key)
 
     def forget_dataset(self, dataset_id: int) -> None:
-        """The dataset has no readers left: others may have all workers."""
-        # Decodes without a function end by themselves, and the next reader may use their results.
+        """Forget a dataset that has no readers left, so that others may have all workers."""
+        # Keep decodes without a function: they end by themselves, and later readers may use them.
         self._drop(
             dataset_id, lambda task: isinstance(task.body, tasks.Decode) and task.calls_function
         )
@@ -176,18 +176,18 @@ class WorkerPool:
         self._dispatch()
 
     def forget_slabs(self, dataset_id: int, arena_id: int) -> None:
-        """Nobody is left for slabs of this dataset in this arena."""
+        """Drop tasks that make slabs of this dataset in this arena, since nobody wants them."""
 
         def is_of_arena(task: PoolTask) -> bool:
             return isinstance(task.body, tasks.Assemble) and task.body.arena_id == arena_id
 
-        # Also those without a function: a loader that is opened again would wait for them.
+        # Drop tasks without a function, too: a loader that is opened again would wait for them.
         self._drop(dataset_id, is_of_arena)
 
     def _drop(self, dataset_id: int, is_unwanted: Callable[[PoolTask], bool]) -> None:
-        """Nobody wants what these tasks of a dataset make: those that wait fail, and one that is
-        calling a user's function may end soon, or its worker is. It could hang, and keep workers
-        from those who follow.
+        """Drop tasks of a dataset whose results nobody wants. Waiting tasks fail. A running task
+        that calls a user's function has a short time to end before its worker is killed, since the
+        function could hang and keep the worker from later tasks.
         """
         now = time.monotonic()
         for worker in self._workers:
@@ -201,7 +201,7 @@ class WorkerPool:
             task.report(_unwanted())
 
     def detach_arena(self, arena_id: int) -> None:
-        """The arena is no longer needed."""
+        """Have workers detach an arena that is no longer needed."""
         for worker in list(self._workers):
             if arena_id in worker.arenas:
                 worker.arenas.remove(arena_id)
@@ -246,7 +246,7 @@ class WorkerPool:
         return worker
 
     def _dispatch(self) -> None:
-        # Not by process ids, which are waited for while the fork server is still starting.
+        # Use numbers, not process ids: reading those waits while the fork server is starting.
         while idle := {worker.number: worker for worker in self._workers if worker.is_idle}:
             able = [worker for worker in self._workers if not worker.is_ending]
             busy = {worker.number: worker.task for worker in able if worker.task is not None}
@@ -294,7 +294,7 @@ class WorkerPool:
             result, descriptors = local.receive(worker.process.sock, tasks.Result)
         except BlockingIOError:
             return
-        except DataplaneError:  # it is gone, or sent an invalid message
+        except DataplaneError:  # the worker is gone, or sent an invalid message
             self._on_death(worker)
             return
         for fd in descriptors:
@@ -364,7 +364,7 @@ class WorkerPool:
         if task is not None and task.unwanted_since is not None:
             task.report(_unwanted())
             task = None
-        # A worker that dies before its first answer never reached the task.
+        # Do not blame the task if the worker died before its first answer: it never got the task.
         if task is not None and worker.is_up and self._is_blamed(task, worker, end):
             task = None
         if self._quick_deaths > _QUICK_DEATHS_MAX * self._worker_count:

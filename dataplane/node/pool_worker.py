@@ -1,8 +1,8 @@
 """The pool's record of one worker: its state, the packets to send next, and its current task; and
 the queue of tasks, which decides what a worker does next.
 
-Before a task, a worker gets everything that the task needs and that it does not know yet: arenas,
-the dataset, the blocks. It gets one packet at a time, and answers each.
+Before a task, a worker gets everything that the task needs and the worker does not know yet:
+arenas, the dataset, the blocks. A worker gets one packet at a time, and answers each.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _SCHEMA_PART_BYTES = 128 * 1024
 # has a few thousand bytes at most.
 _BLOCKS_A_PACKET = 20
 _UNWANTED_S = 1.0
-"""The time that a function may still take when nobody waits for it: a new worker has to import it
-again."""
+"""How long a function may continue when nobody waits for its result. The worker is not ended at
+once, since a new worker would have to import the function again."""
 _KEYS_A_PACKET = 10_000
 _NO_ARENA = (1 << 64) - 1
 
@@ -62,18 +62,18 @@ class PoolTask(Struct, eq=False):
     started: float = 0.0
     """When a worker was chosen for the task."""
     sent: float = 0.0
-    """When that worker had started up, knew all that the task needs, and got it; 0.0: not yet."""
+    """When that worker, started up and prepared, was sent the task itself; 0.0: not yet."""
     queued: float = 0.0
-    """When it began to wait for a worker."""
+    """When the task began to wait for a worker."""
     worker: int = 0
-    """The number of the worker that has it, had it last, or should get it if it is idle."""
+    """The number of the worker that has the task, had it last, or should get it if idle."""
     unwanted_since: float | None = None
-    """When the last one who wanted the result went; None if somebody wants it."""
+    """Since when nobody has wanted the result; None if somebody wants it."""
 
     @property
     def began(self) -> float:
-        """When its worker began with the task itself: a wait for a process that starts, or for
-        what comes before the task, is a wait for a worker.
+        """When its worker began with the task itself. The time before, in which a process starts or
+        is prepared for the task, counts as waiting for a worker.
         """
         return self.sent or time.monotonic()
 
@@ -100,8 +100,8 @@ class PoolTask(Struct, eq=False):
 
     @property
     def attempt_count(self) -> int:
-        """How many workers may get stuck at the task. The first one that gathers does not report
-        its block.
+        """How many workers may get stuck at the task before it fails. Two for Assemble, since only
+        the second worker reports the block that it reads.
         """
         return 2 if isinstance(self.body, tasks.Assemble) else 1
 
@@ -113,7 +113,7 @@ class PoolTask(Struct, eq=False):
         return result.bytes_used * self.body.row_count // rows if rows else result.bytes_used
 
     def own_s(self, result: tasks.ResultBody, now: float) -> float:
-        """Return the time that its worker has had it, without its waits for a processor."""
+        """Return how long its worker has had the task, without the waits for a processor."""
         queued = getattr(result, "queued", 0) / 1e6
         return max(now - self.began - queued, 0.0)
 
@@ -131,7 +131,7 @@ class PoolWorker(Struct, eq=False):
     process: WorkerProcess
     limit_bytes: int
     number: int
-    """Its own among all that this node has started."""
+    """The number of this worker, unique among the workers of its pool."""
     task: PoolTask | None = None
     packets: deque[tuple[tasks.TaskBody, tuple[int, ...]]] = field(default_factory=deque)
     arenas: set[int] = field(default_factory=set)
@@ -144,9 +144,9 @@ class PoolWorker(Struct, eq=False):
     is_ending: bool = False
     """The worker closed its connection or was killed, and its exit status was not collected yet."""
     reading: tasks.Reading | None = None
-    """The block, image or step that it has reported."""
+    """The block, image or step that the worker has reported last."""
     end: ProcessEnd | None = None
-    """Why it is being ended, if known before its exit status."""
+    """Why the worker is being ended, if known before its exit status."""
     _watched: tuple[PoolTask, OwnTime] | None = None
     _began: float = 0.0
     _kill_count: int = field(default_factory=kill_count_for_memory)
@@ -189,7 +189,7 @@ class PoolWorker(Struct, eq=False):
             self.packets.extend((part, ()) for part in _in_parts(dataset))
 
     def _open_blocks(self, task: PoolTask, dataset_id: int, keys: Sequence[int]) -> None:
-        # One by one if one of these blocks may have crashed a worker.
+        # Open blocks one by one if one of them may have crashed a worker, to find out which.
         together = 1 if task.ends else _BLOCKS_A_PACKET
         for at in range(0, len(keys), together):
             assert task.source is not None
@@ -246,7 +246,7 @@ class PoolWorker(Struct, eq=False):
         return task.place()
 
     def ended(self, status: int) -> ProcessEnd:
-        """How the worker ended, from this exit status."""
+        """Return how the worker ended, given its exit status."""
         is_machine_short = kill_count_for_memory() > self._kill_count
         words, has_started = self.process.last_words, bool(self.process.pid)
         return self.end or end_of(
@@ -254,10 +254,10 @@ class PoolWorker(Struct, eq=False):
         )
 
     def is_stuck(self, now: float, timeout_s: float) -> bool:
-        """Whether the worker has worked on one task for this long, or for a second too long on one
-        that nobody wants any more. Time spent waiting for a processor does not count, unless the
-        task calls a function: those who wait for the function count all time, too. Called
-        periodically; the time counts from the first call.
+        """Whether the worker has worked on its task for longer than `timeout_s`, or nobody has
+        wanted the task for longer than a second. Time spent waiting for a processor does not count,
+        unless the task calls a function, since those who wait for a function count all time. Call
+        this periodically; time counts from the first call.
         """
         task = self.task
         if task is None or self.is_ending or not self.process.has_started:
@@ -279,8 +279,8 @@ class PoolWorker(Struct, eq=False):
 
 
 def _in_parts(dataset: tasks.OpenDataset) -> list[tasks.OpenDataset]:
-    """Split the schema into pieces, followed by the rest. Sent at once, the schema of 100,000
-    columns, 12 MB, would block the node's event loop for a tenth of a second per worker.
+    """Split the message into pieces of its schema, followed by the rest. Sent at once, the schema
+    of 100,000 columns, 12 MB, would block the node's event loop for a tenth of a second per worker.
     """
     schema, step = dataset.schema, _SCHEMA_PART_BYTES
     parts = [
@@ -299,18 +299,20 @@ def _in_parts(dataset: tasks.OpenDataset) -> list[tasks.OpenDataset]:
 #    last decoded a block of a shard has the shard open and knows its footer, so it gets the first
 #    task of that shard among the AHEAD oldest tasks of the same dataset and urgency. No task is
 #    passed over more than AHEAD times in a row, and no worker stays idle to wait for such a task.
-# 2. A dataset alone has all workers.
-# 3. If there are several datasets, long tasks leave one worker to the others, so that one job's
-#    slab does not wait for another job's blocks to be decoded. This needs at least two workers.
+# 2. If there is only one dataset, its tasks may use all workers.
+# 3. If there are several datasets, long tasks leave one worker to the other datasets, so that one
+#    job's slab does not wait for another job's blocks to be decoded. This needs at least two
+#    workers.
 # 4. A task only waits for a worker, or for the end of a running task, so it is enough to take the
-#    next task whenever one arrives or ends, and SPREAD_S after one was left.
-# 5. Slabs that are not divided, since they take too little time, are left to as many workers as
-#    are enough, for SPREAD_S at most: each further worker would have to map the same blocks, which
-#    takes as long as to copy their rows.
+#    next task whenever a task arrives or ends, and SPREAD_S after a task was held back (5).
+# 5. Slabs that take too little time to be divided are held back for SPREAD_S at most, while enough
+#    workers have tasks of their dataset: a further worker would have to map the same blocks,
+#    which takes as long as copying their rows.
 
 
 LONG_S = 0.5
-"""Most tasks take some 10 ms. A block of a table of 100,000 columns takes seconds."""
+"""Longer tasks count as long. Most tasks take some 10 ms; a block of a table of 100,000 columns
+takes seconds."""
 SPREAD_S = 0.25
 LIVE_S = 10.0
 """For this long after its last task, a dataset that has readers counts as active."""
@@ -346,8 +348,8 @@ class _Line(Struct, eq=False):
         return min(oldest, default=None)
 
     def is_left_to(self, busy: Sequence[PoolTask], enough: int, now: float) -> bool:
-        """Whether its first task may wait for workers with these tasks, although another is idle:
-        see invariant 5. So many workers are `enough`.
+        """Whether the first task is held back for the workers that have the `busy` tasks, although
+        another worker is idle: see invariant 5. `enough` workers can do the work.
         """
         task = self.by_urgency[min(self.by_urgency)].tasks[0][1]
         body, dataset_id = task.body, task.dataset.dataset_id
@@ -364,7 +366,7 @@ class TaskQueue:
         self._lines: dict[int, _Line] = {}
         self._numbers = itertools.count(1)
         self._readers: OrderedDict[str, int] = OrderedDict()
-        """For recently used shards: the worker that last decoded a block of each."""
+        """The worker that last decoded a block of each recently used shard."""
 
     def add(self, task: PoolTask, urgency: int, now: float) -> None:
         """Add a task; the smallest urgency goes first."""
@@ -398,8 +400,9 @@ class TaskQueue:
         now: float,
         enough: int = MANY,
     ) -> tuple[PoolTask, int] | None:
-        """The task to start now, if there is one, and the idle worker that gets it. `busy` has the
-        tasks of the other workers, of `worker_count` in total; `enough` of them could do the work.
+        """Take the task to start now, and the idle worker that gets it; None if no task may start.
+        `busy` has the tasks of the other workers, of `worker_count` in total; `enough` workers
+        could do the work.
         """
         tasks = list(busy.values())
         self._forget(tasks, now)
@@ -448,19 +451,19 @@ class TaskQueue:
         idle: Sequence[int],
         busy: Mapping[int, PoolTask],
     ) -> tuple[int, int]:
-        """Which of these tasks goes to which worker."""
+        """Return the index of the task to start, and the worker that gets it."""
         ahead = 1 if waiting.passed >= AHEAD else AHEAD
         best = [self._best(task) for _, task in itertools.islice(waiting.tasks, ahead)]
         for at, workers in enumerate(best):
             for worker in idle:
                 if worker in workers:
                     return at, worker
-        # Leave to other workers what is best done by them, as long as there is other work.
+        # Leave tasks to the busy workers that know their shards, as long as there are other tasks.
         at = next((at for at, workers in enumerate(best) if workers.isdisjoint(busy)), 0)
         return at, idle[0]
 
     def _best(self, task: PoolTask) -> frozenset[int]:
-        """The worker that last decoded a block of the task's shard, if there is one."""
+        """Return the worker that last decoded a block of the task's shard, if there is one."""
         shard = _shard_of(task)
         reader = None if shard is None else self._readers.get(shard)
         return _NOBODY if reader is None else frozenset((reader,))
@@ -499,5 +502,5 @@ class TaskQueue:
 
 
 def _shard_of(task: PoolTask) -> str | None:
-    """The shard of the block that the task decodes."""
+    """Return the shard of the block that the task decodes; None for other tasks."""
     return task.body.raw.url if isinstance(task.body, Decode) else None

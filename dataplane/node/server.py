@@ -50,17 +50,17 @@ _TICK_S, _WORK_S, _FIRST_CONNECTION_S = 0.5, 1.0, 30.0
 _LAST_PIDS, _OUTBOX_MAX, _MESSAGES_A_TURN, _REQUESTS_MAX = 64, 1024, 16, 4
 _REFUSED_PAUSE_S, _TURN_S = 0.05, 0.005
 _JOB_COST_S, _UNPAID_S_MAX = 0.1, 3.2
-"""A process may open 32 jobs at once, and then ten a second: each takes the loop some milliseconds,
-to open it and to free its memory."""
+"""A process may open 32 jobs at once, and then ten a second: opening a job, and freeing its memory,
+takes the event loop some milliseconds."""
 _JOBS_MAX, _STREAMS_MAX, _SLABS_AWAITED_MAX = 16, 256, 1024
 _SHORT_BYTES = 2048
-"""Messages of this length are parsed on the event loop."""
+"""Messages of at most this length are parsed on the event loop, longer ones in a thread."""
 _PARSE_PAUSES, _PARSE_PAUSE_S_MAX = 4.0, 5.0
 T = TypeVar("T")
 
 
 class _Process:
-    """The turns that the connections of one process share, so that many get no more than one."""
+    """Rations turns by process, so that a process gains nothing by opening more connections."""
 
     def __init__(self) -> None:
         self.connection_count = 0
@@ -69,9 +69,9 @@ class _Process:
         self._paid_at = 0.0
 
     async def turn(self, cost_s: float) -> None:
-        """Wait until another request may start: one after the other, without a wait for their ends,
-        since members of a job wait for each other. Requests that cost more than the time that has
-        passed are slowed down, once a few have started.
+        """Wait until the next request may start. Requests start one by one, but none waits for the
+        previous one to end, since members of a job wait for each other. A process that starts
+        requests faster than their costs allow is slowed down, once its allowance is used up.
         """
         await self._starting.acquire()
         loop = asyncio.get_running_loop()
@@ -81,8 +81,8 @@ class _Process:
         loop.call_at(self._paid_at, self._remembered)
 
     async def parse(self, read: Callable[[], T]) -> T:
-        """The message that `read` parses, in a thread. The next long one of this process, whatever
-        connection it comes on, waits in proportion.
+        """Return the message that `read` parses, in a thread. Afterwards, the next long message of
+        this process, on any connection, waits in proportion to the time that this one took.
         """
         await self._parsing.acquire()
         loop = asyncio.get_running_loop()
@@ -97,12 +97,12 @@ class _Process:
         self._parsing.release()
 
     def _remembered(self) -> None:
-        """Nothing: the timer keeps the process known when it has closed its connections."""
+        """Do nothing: the pending timer keeps the object alive after its connections have ended."""
 
 
 class TrainerConnection:
-    """One trainer's connection. To leave others their turns, it reads a few messages at a time, and
-    none while it has many requests under way, or a long message to parse, which a thread does.
+    """One trainer's connection. To leave others their turns, the node reads a few messages at a
+    time, and none while many requests are in progress or a thread parses a long message.
     """
 
     def __init__(self, server: NodeServer, sock: socket.socket) -> None:
@@ -124,7 +124,7 @@ class TrainerConnection:
     def send(
         self, request_id: int, body: messages.FromNodeBody, descriptors: tuple[int, ...] = ()
     ) -> None:
-        """Answer a request; waits in the outbox while the trainer does not read."""
+        """Answer a request; the answer waits in the outbox while the trainer does not read."""
         if isinstance(body, messages.Slab) and (member := self._streams.get(body.stream_id)):
             member.count_slab(body)
         self._post(request_id, encode(messages.FromNode(request_id, body)), descriptors)
@@ -148,12 +148,12 @@ class TrainerConnection:
             task.cancel()
         for member in self._members.values():
             self._server.jobs.close(member)
-            # A node that stops leaves its members their places: they rejoin through another node.
+            # When the node stops, members keep their places and rejoin through another node.
             if not self._server.stopping:
                 self._server.jobs.leave(member, lost=True)
         self._members.clear()
         self._server.forget(self)
-        # In a thread: the kernel may have to free a gigabyte that nobody has read.
+        # Close in a thread: the kernel may have to free a gigabyte that was sent and never read.
         self._loop.run_in_executor(None, self._sock.close)
 
     def _flush(self) -> None:
@@ -177,7 +177,7 @@ class TrainerConnection:
         self._loop.remove_writer(self._sock.fileno())
 
     def _pace(self) -> None:
-        """Read on, or wait until this trainer has less under way."""
+        """Start or stop reading, depending on how many requests are in progress."""
         wants = not (self.closed or self._is_parsing or len(self._tasks) >= _REQUESTS_MAX)
         if wants == self._is_reading or self._sock.fileno() < 0:
             return
@@ -232,11 +232,11 @@ class TrainerConnection:
         self.close()
 
     def fileno(self) -> int:
-        """The socket's descriptor."""
+        """Return the socket's descriptor."""
         return self._sock.fileno()
 
     def hung_up(self) -> None:
-        """The trainer is gone. Process its last messages: that it leaves, and its position."""
+        """Process a lost trainer's last messages (its position, and that it leaves), then close."""
         self._outbox.clear()
         for message in local.last_messages(self._sock, messages.ToNode, _SHORT_BYTES):
             if isinstance(message.body, messages.CloseStream):
@@ -265,7 +265,7 @@ class TrainerConnection:
                 self._close_job(body)
         except DataplaneError as error:
             self.send(request_id, error)
-        except Exception as error:  # noqa: BLE001 - one trainer's nonsense is not another's loss
+        except Exception as error:  # noqa: BLE001 - a bad request must not affect other trainers
             self._broke(request_id, error)
 
     def _broke(self, request_id: int, error: BaseException) -> None:
@@ -284,10 +284,10 @@ class TrainerConnection:
                 await start()
             except DataplaneError as error:
                 self.send(request_id, error)
-                await asyncio.sleep(_REFUSED_PAUSE_S)  # it counts as under way for so long
+                await asyncio.sleep(_REFUSED_PAUSE_S)  # slows down a trainer that retries at once
             except asyncio.CancelledError:
                 raise
-            except BaseException as error:  # noqa: BLE001 - also a library's panic: somebody waits
+            except BaseException as error:  # noqa: BLE001 - even after a panic, send an answer
                 self._broke(request_id, error)
 
         self._start(guarded())
@@ -340,7 +340,7 @@ class TrainerConnection:
         self._post(request_id, wire, (member.delivery.arena.fd,))
 
     async def _send_work(self, request_id: int, body: messages.OpenJob) -> None:
-        """Say how far the work on the job's datasets is, whenever it has advanced."""
+        """Report progress on the job's datasets to the trainer, whenever there is any."""
         sources = () if body.mixture is None else body.mixture.sources
         urls = {*body.source.urls, *chain.from_iterable(source.source.urls for source in sources)}
         last: tuple[str, int] | None = None
@@ -496,11 +496,13 @@ class NodeServer:
         )  # fmt: skip
 
     def process_of(self, pid: int) -> _Process:
-        """The process of a connection. The kernel reports pid 0 for all of other pid namespaces."""
+        """Return the process of a connection; a new one for pid 0, which the kernel reports for
+        every process of another pid namespace.
+        """
         return self._processes.setdefault(pid, _Process()) if pid else _Process()
 
     def readings(self) -> Iterator[Reading]:
-        """The present values of this node's metrics."""
+        """Return the present values of this node's metrics."""
         counts = self._pool, self._fetcher.origin, self._stores, self.outages, self._watchdog
         return readings_of_node(self.jobs, self.engine, self._neighbours.reads(), *counts)
 
@@ -511,7 +513,7 @@ class NodeServer:
             self._pool.start()
             self._neighbours.start()
             self.door.open()
-            # Trainers are accepted meanwhile, and wait for this before they open jobs.
+            # The door accepts trainers meanwhile; they can open jobs once the node is registered.
             if await done_before(stop, self.heartbeat.register(), self.door.tick):
                 beating = background.start("heartbeat", self.heartbeat.run())
                 self._watchdog.start()
@@ -543,7 +545,7 @@ class NodeServer:
             self._arena.close()
 
     def forget(self, session: TrainerConnection) -> None:
-        """A session has ended."""
+        """Forget a session that has ended."""
         self.door.left(session)
         self._sessions.discard(session)
         self._idle_since = time.monotonic()
@@ -581,11 +583,11 @@ async def run_node(
     nodes. `ready` is called once the node is registered with the coordinator and jobs can be
     opened.
 
-    Returns the processes that had its last connections.
+    Returns the ids of the processes that connected last.
 
-    `stop` drains: no new job is opened, and the node exits after its last trainer. `pool` may be
-    passed already started, so that workers start while this process still imports, and so may the
-    opening of a dataset. `show` gets the function that reads the node's metrics.
+    `stop` drains: no new job is opened, and the node exits after its last trainer. `pool`, and
+    `early`, which opens a dataset, may be passed already started, so that they make progress while
+    this process still imports modules. `show` gets the function that reads the node's metrics.
 
     Raises:  VersionMismatch: the coordinator is of another version.
     BudgetTooSmall: the machine refuses the arenas.

@@ -1,12 +1,12 @@
 """The manifests of datasets that several nodes open for one launch of a job. The coordinator
-chooses the node that makes each, and the others get it from nodes that have it.
+chooses a node that makes the manifest; the other nodes get it from nodes that have it.
 
 Invariants:
 1. A manifest of another node is used only if it is intact, and has the requested urls and format.
-2. Failures here cost only time: at the end a node makes the manifest for itself, as it does without
-   others.
-3. Nothing waits without a deadline: for a maker, as long as the coordinator hears from it; for the
-   coordinator, as long as for a join.
+2. Failures here cost only time: at the end a node makes the manifest for itself, as it would
+   without others.
+3. Each wait is limited: a node waits for a maker as long as the coordinator hears from the maker,
+   and for the coordinator as long as in a join.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ if TYPE_CHECKING:
 
 IDLE_S = 60.0
 HEAD_BYTES = 8
-"""Before the manifest: its length, little-endian."""
+"""The bytes before the manifest, which have its length, little-endian."""
 
 Content = Callable[[], bytes]
-"""The bytes of a manifest; it takes time, and is called in a thread."""
+"""Returns the bytes of a manifest. This takes time, so it is called in a thread."""
 _trace = Trace("node")
 
 
@@ -89,8 +89,8 @@ class _Lent(Struct, eq=False):
 
 
 class LentManifests:
-    """The manifests of one node, by the line over which others request them. `numbers` are unique
-    names of arenas. Call it only from the event loop.
+    """The manifests of one node, by the line over which others request them. `numbers` yields
+    unique names for arenas. Use this only from the event loop.
     """
 
     def __init__(self, lender: Lending, numbers: Iterator[int]) -> None:
@@ -104,7 +104,7 @@ class LentManifests:
         self._lender.keys(line, generation, key)
 
     def forget(self, line: str, generation: int = 0) -> None:
-        """Stop sending a manifest: that of this generation, or of any if that is 0."""
+        """Stop sending the manifest of this line, if it has this generation; 0 stands for any."""
         lent = self._lent.get(line)
         if lent is None or generation not in {0, lent.generation}:
             return
@@ -113,8 +113,8 @@ class LentManifests:
         self._lender.keys(line, 0, b"")
 
     def asked(self, ask: Asked) -> bool:
-        """Handle another node's request for a part; return False if it is not for a manifest that
-        is here.
+        """Handle another node's request for part of a manifest; return False if the request is not
+        for a manifest that is here.
         """
         lent = self._lent.get(ask.job_id)
         if lent is None:
@@ -186,18 +186,20 @@ def _arena_of(content: Content) -> Arena:
 # -- manifests of the job --------------------------------------------------------------------------
 
 _PAUSE_S_MAX = 60.0
-"""If 30,000 ask, of all nodes and sources of a mixture."""
+"""The longest pause between two requests: enough for the coordinator to answer 30,000 requests, of
+all nodes and all sources of a mixture."""
 _PIECE_BYTES = 4 << 20
 _PREFIXES_MAX = 64
 _FETCHES_MAX = 4
 """Failed fetches before a node makes the manifest for itself: each waits for an answer."""
 _REFUSED_S, _REFUSED_PAUSE_S = 60.0, 0.2
-"""A holder refuses until it has made the bytes."""
+"""How long, and after which pauses, a refused request is repeated: a holder refuses until it has
+made the bytes."""
 
 
 class Wanted(Struct, frozen=True):
-    """A dataset that is opened for one launch of a job. The seed is that of the view's map, if the
-    samples depend on it.
+    """A dataset that is opened for one launch of a job. `seed` is the seed of the view's map, if
+    the samples depend on it.
     """
 
     source: DatasetSource
@@ -226,7 +228,7 @@ class Shareable(Protocol):
         """Equal for equal datasets."""
 
     def handed_on(self) -> bytes:
-        """The manifest's file, with all that was counted. Takes time; called in a thread."""
+        """Return the manifest's file, with all counts. Takes time; called in a thread."""
 
 
 T = TypeVar("T", bound=Shareable)
@@ -235,8 +237,8 @@ Make = Callable[[Manifest | None], Awaitable[T]]
 
 
 class SharedManifests:
-    """The shared manifests of one node, which others reach at `address`, if at all. `lent` sends
-    those that it has.
+    """The shared manifests of one node. Others reach the node at `address`, if at all. `lent` sends
+    them the manifests that the node has.
     """
 
     def __init__(
@@ -253,8 +255,8 @@ class SharedManifests:
         self._lines: dict[Wanted, tuple[str, int]] = {}
 
     async def opened(self, wanted: Wanted, make: Make[T]) -> T:
-        """Open a dataset with `make`, using the manifest of another node, if one has it or makes
-        it.
+        """Open a dataset with `make`, using the manifest of another node if some node has the
+        manifest or makes it.
 
         Raises:  AccessDenied: the node's token does not allow these urls.  As `make`.
         """
@@ -288,7 +290,7 @@ class SharedManifests:
             await self._pause(wanted, answer)
 
     async def _pause(self, wanted: Wanted, answer: ShareManifestResponse) -> None:
-        """Wait for the node that makes it, and show its progress."""
+        """Pause while another node makes the manifest, and show the progress of that node."""
         pause_s, work = _jittered(answer.pause_s), answer.work
         if work is None:
             await asyncio.sleep(pause_s)
@@ -305,9 +307,9 @@ class SharedManifests:
             self._lent.forget(*line)
 
     async def _asked(self, request: ShareManifestRequest) -> ShareManifestResponse | None:
-        """Send a request; None: the coordinator does not answer within the stall timeout.
+        """Send a request. Return the answer; None if there is none within the stall timeout.
 
-        Raises:  DataplaneError: it refuses.
+        Raises:  DataplaneError: the coordinator refuses.
         """
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -322,14 +324,14 @@ class SharedManifests:
     async def _made(
         self, wanted: Wanted, request: ShareManifestRequest, make: Make[T], word_s: float
     ) -> T:
-        """Make the manifest here, for others, too; the coordinator gets a message every
+        """Make the manifest, also for other nodes, and report progress to the coordinator every
         `word_s`.
         """
         renewing = background.start("manifest", self._renew(wanted, request, word_s))
         try:
             opened = await make(None)
         except BaseException:
-            # Another node tries: the fault may be of this one.
+            # Report the failure, so that another node tries: the fault may lie with this node.
             failed = replace(request, state=ManifestState.FAILED)
             background.start("manifest", self._say(failed))
             raise
@@ -344,7 +346,7 @@ class SharedManifests:
         opened: T,
         make: Make[T] | None = None,
     ) -> T:
-        """Keep a manifest for others, too. If they have another one, theirs is used instead."""
+        """Offer a manifest to other nodes. If they have a different one, use theirs instead."""
         held = replace(request, state=ManifestState.HELD, fingerprint=opened.fingerprint)
         try:
             answer = await self._coordination.share_manifest(held)
@@ -352,7 +354,7 @@ class SharedManifests:
             _trace.failed("a manifest is not shared", dataset=request.urls, why=str(error))
             return opened
         if answer.turn is ManifestTurn.KEEP and self._lent is not None:
-            self.forget(wanted)  # that of a coordinator before its restart
+            self.forget(wanted)  # the line from before a restart of the coordinator
             self._lines[wanted] = answer.line, answer.generation
             self._lent.keep(answer.line, answer.generation, answer.key, opened.handed_on)
         elif answer.turn is ManifestTurn.FETCH and make is not None:
@@ -372,8 +374,8 @@ class SharedManifests:
             await self._coordination.share_manifest(request)
 
     async def _fetched(self, wanted: Wanted, answer: ShareManifestResponse) -> Manifest | None:
-        """Fetch the manifest of another node; None if that node does not send it, or sends another
-        one.
+        """Fetch the manifest of another node; None if that node does not send it, or sends a
+        wrong one.
         """
         began = asyncio.get_running_loop().time()
         try:
@@ -391,7 +393,7 @@ class SharedManifests:
         )  # fmt: skip
         try:
             await asyncio.to_thread(self._remember, manifest, content)
-        except DataplaneError as error:  # a folder that is full: no fault of the other node
+        except DataplaneError as error:  # such as a full disk: the manifest is still good
             _trace.failed("a manifest is not kept for the next time", why=str(error))
         return manifest
 
@@ -404,7 +406,7 @@ class SharedManifests:
 
         Raises:  NeighbourGone.
         """
-        from dataplane.neighbours.asking import Lines  # not for a single host
+        from dataplane.neighbours.asking import Lines  # not needed on a single host
         from dataplane.neighbours.line_tls import LineTls
 
         tls = self._config.data_tls
@@ -479,13 +481,13 @@ def _checked(content: bytearray, node_id: str, wanted: Wanted) -> Manifest:
 
 
 def _prefixes(urls: Sequence[str]) -> Sequence[str]:
-    """Return prefixes; the url of every shard of such a dataset begins with one of them."""
+    """Return prefixes: each shard of a dataset with these urls has a url that begins with one."""
     starts = [literal_prefix(url).partition("{")[0] for url in urls]
     return starts if len(starts) <= _PREFIXES_MAX else [os.path.commonprefix(starts)]  # noqa: RUF071
 
 
 def _is_for_all(wanted: Wanted) -> bool:
-    """Whether all nodes see the same dataset, and none has saved its manifest."""
+    """Whether all nodes see the same dataset by these urls, and no url is a saved manifest."""
     return not any(
         local_path(url) is not None or unsigned(url) != url or url.endswith(MANIFEST)
         for url in map(normalise, wanted.source.urls)

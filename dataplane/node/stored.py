@@ -1,19 +1,17 @@
 """Bytes of datasets that a node keeps: preambles in memory, and the folder of blocks on disk.
 
-The preambles of shards that are being read: the bytes that every block of a shard needs besides
-its own (a Parquet footer, Arrow dictionaries).
-
-They lie in a separate arena that workers map, so that they need not be copied for each block. A
-block refers to its preamble by number and place.
+A preamble has the bytes that every block of a shard needs besides its own (a Parquet footer, Arrow
+dictionaries). The preambles of shards that are being read lie in a separate arena that workers map,
+so that they need not be copied for each block. A block refers to its preamble by number and place.
 
 Invariants:
 1. A preamble that is held for a block stays in place. The others are dropped when room is needed,
    the longest unheld first.
 2. A number is never reused, so that a worker cannot take a new preamble for an old one.
-3. If too many are held and there is no room, the preamble is not held here, and is read into the
-   block's own region.
-4. Bytes that indexing has read are not read again, as long as they are remembered: preambles of the
-   shards that were indexed last, equal ones once.
+3. If too many preambles are held and there is no room, a further preamble is not held here, and is
+   read into the block's own region.
+4. Preambles that indexing has read are not read again, as long as they are remembered. Those of the
+   shards that were indexed last are remembered; successive equal ones take memory once.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ from dataplane.rpc.fetches import Outcome
 BYTES_MIN = 64 << 20
 _SHARE = 16
 REMEMBERED_MAX = 4096
-"""Preambles of so many shards, of at most 64 KiB each."""
+"""The most preambles that are remembered, of at most 64 KiB each."""
 _REMEMBERED_BYTES_MAX = 64 << 10
 _COPIED_BYTES_MAX = 256 << 10
 """The event loop copies a preamble of at most this many bytes itself."""
@@ -58,13 +56,13 @@ _ShardKey = tuple[str, str, int]
 
 
 def preamble_bytes(block_arena_bytes: int) -> int:
-    """The size of the preamble arena for a block arena of this size."""
+    """Return the size of the preamble arena for a block arena of this size."""
     return max(BYTES_MIN, block_arena_bytes // _SHARE)
 
 
 class KeptPreamble(Struct, eq=False):
     """One preamble: its place in the arena, its number, and for how many blocks it is held.
-    `reading` gets the end of its read.
+    `reading` gets the outcome of its read.
     """
 
     shard: _ShardKey
@@ -90,7 +88,7 @@ class _Remembered:
 
     def add(self, shard: _ShardKey, content: bytes) -> None:
         with self._changing:
-            if content == self._last:  # most shards of a dataset have the same
+            if content == self._last:  # shards often have equal preambles: keep one copy
                 content = self._last
             self._last = self._contents[shard] = content
             if len(self._contents) > REMEMBERED_MAX:
@@ -223,12 +221,12 @@ class Preambles:
 # Invariants:
 # 1. The folder belongs to this user, nobody else can read it or write to it, and it is no symbolic
 #    link.
-# 2. A node and its fetchers hold the lock on it. Another node gets the lock when the last of them
-#    is gone, so no unknown process writes there.
+# 2. A node and its fetchers hold the lock on it. Another node gets the lock when the last of these
+#    processes is gone, so no unknown process writes there.
 
 
 _LOCK_S = 3.0
-"""A node that was killed holds the lock until the kernel has cleaned up."""
+"""How long to wait for the lock: a killed node holds it until the kernel has cleaned up."""
 _POLL_S = 0.02
 _DISK_ID = re.compile("[0-9a-f]{16}")
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -249,7 +247,8 @@ class CacheFolder:
     def close(self) -> None:
         """Release the lock. May be called twice."""
         if self.lock >= 0:
-            # Also for processes that were forked meanwhile and have the descriptor.
+            # Unlock explicitly: closing alone would not release the lock while a forked process
+            # still holds a copy of the descriptor.
             fcntl.flock(self.lock, fcntl.LOCK_UN)
             os.close(self.lock)
             self.lock = -1
@@ -259,7 +258,7 @@ def open_cache_folder(cache_dir: str, cache_bytes: int, patience_s: float = _LOC
     """Open the folder below `cache_dir`, and create it if necessary. Waits up to `patience_s` for
     the lock.
 
-    Raises:  ConfigError: it cannot be used.  FolderTakenError: another node uses it.
+    Raises:  ConfigError: the folder cannot be used.  FolderTakenError: another node uses it.
     """
     path = Path(cache_dir) / "blocks"
     with cache_faults(path):
@@ -303,7 +302,7 @@ def folder_of(config: NodeConfig, trace: Trace, patience_s: float = _LOCK_S) -> 
 
 
 def _check_link(folder: Path) -> None:
-    """Follow a link only if this user, or root, has made it.   Raises:  ConfigError."""
+    """Refuse a link that neither this user nor root has made.   Raises:  ConfigError."""
     if folder.is_symlink() and folder.lstat().st_uid not in {os.geteuid(), 0}:
         raise ConfigError(
             f"cache_dir {folder} is a symbolic link of another user: choose a folder of your own",
@@ -342,7 +341,7 @@ def _take(fd: int, path: Path, deadline: float) -> None:
                 "cache_dir of its own, or cache_bytes 0",
                 field="cache_dir",
             ) from None
-        with contextlib.suppress(OSError):  # only what errors say: a full disk is no reason to end
+        with contextlib.suppress(OSError):  # only for messages: a full disk is no reason to fail
             os.ftruncate(fd, 0)
             os.pwrite(fd, str(os.getpid()).encode(), 0)
         return

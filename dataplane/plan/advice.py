@@ -4,7 +4,7 @@ A shuffle may mix poorly, make hosts read much more than their share, or need mo
 windows than hosts have; packs may waste tokens on padding. Each warning names the setting that
 helps.
 
-1. All numbers are estimates from mean sizes, so this is fast for any dataset.
+1. All numbers are estimates from mean sizes, so computing them is fast for any dataset.
 2. A job that follows the advice gets no further warning.
 """
 
@@ -34,7 +34,8 @@ from dataplane.plan.windows import WINDOW_CACHE_BYTES
 
 ROOM = 1.1
 """The factor by which suggested memory exceeds the estimate, so that the job really fits."""
-# Suggested lanes and windows mix a little better than they must: shares of sources are rounded.
+# Suggest lanes and windows of slightly more than the minimum quality, since shares of sources are
+# rounded.
 _QUALITY_WANTED = QUALITY_MIN + 0.05
 # A batch whose samples come from this many blocks mixes well.
 _BLOCKS_WANTED = 64
@@ -57,7 +58,7 @@ def advice(job: ShuffledJob) -> str:
 
 
 def memory(job: ShuffledJob) -> str:
-    """Return only the advice about memory: that open windows do not fit into this host's."""
+    """Return only the advice about memory, or "" if open windows fit into this host's memory."""
     return f"{_memory(job)}: {_help(job, job.qualities())}" if not job.fits else ""
 
 
@@ -90,10 +91,10 @@ def packing(made: Packing, pack: PackSpec, block_count: int) -> str:
 def blocks_per_batch(sizes: BlockSizes, shuffle: Shuffle, global_batch: int) -> float:
     """Return how many blocks the samples of a batch come from, on average over an epoch."""
     lanes = min(shuffle.lanes, global_batch)
-    # A batch may extend over several windows.
+    # If a batch has more samples of a lane than a window has, they come from several windows.
     window = max(shuffle.window, global_batch / lanes) / sizes.block_rows
-    # A window has parts of blocks at both ends: convert to a number of equal blocks that would mix
-    # as well.
+    # Since a window has only parts of blocks at both ends, compute the number of whole blocks that
+    # would mix as well.
     even = window**2 / (window - 1 / 3) if window >= 1 else 1 / (1 - window / 3)
     even = max(min(even, sizes.blocks / shuffle.lanes), 1.0)
     draws = global_batch / lanes
@@ -181,7 +182,7 @@ def _size(size: float) -> str:
     return f"{size / (1 << 20 if is_small else GIB):,.1f} {'MiB' if is_small else 'GiB'}"
 
 
-# Lanes and windows that help.
+# Find the lanes and windows that solve a job's problems.
 
 
 class _Remedy(Struct, frozen=True):
@@ -195,10 +196,10 @@ class _Remedy(Struct, frozen=True):
 def _remedies(
     job: ShuffledJob, worst: float, *, reads_may_be_many: bool = False
 ) -> tuple[_Remedy | None, _Remedy | None]:
-    """Find lanes and a window without the problems of this job, whose worst source has this
-    quality: the first that fit into memory, and otherwise those that need the least memory. With
-    `reads_may_be_many`, hosts may read any amount. A dataset too small to need a good shuffle is
-    still not given a worse one.
+    """Find lanes and a window without the problems of this job, whose worst source has the quality
+    `worst`. Return the first remedy that fits into memory, or else, as the second result, the
+    remedy that needs the least memory. With `reads_may_be_many`, hosts may read any amount. No
+    remedy makes the shuffle worse, even of a dataset too small to need a good one.
     """
     larger, least = None, min(_QUALITY_WANTED, worst)
     wanted = _QUALITY_WANTED if worst < QUALITY_MIN else least

@@ -23,7 +23,7 @@ _HIGH = np.uint64(0xFFFFFFFF00000000)
 
 class Turns:
     """The rank by cost (as a share of all packs) of the pack that is due at each lane offset of an
-    epoch. It is the same in all lanes, and evenly distributed over any range of offsets.
+    epoch. The rank is the same in all lanes, and evenly distributed over any range of offsets.
     """
 
     def __init__(self, seed: int, epoch: int, lanes: int) -> None:

@@ -57,7 +57,7 @@ def next_boundary(mixed: Mixed, changes: Changes, place: Place) -> Place:
     """
     shares = list(changes[-1].shares if changes else mixed.shares)
     largest = shares.index(max(shares))
-    shares[largest] -= 1  # any other shares would do
+    shares[largest] -= 1  # the shares must differ from the last ones; how does not matter
     return in_effect(mixed, (*changes, ShareChange(*place, tuple(shares))))[-1].place
 
 
@@ -146,7 +146,7 @@ class _Part(Struct, frozen=True):
 
     def reached(self, schedule: Sequence[ScheduledShares], at: int) -> int:
         """Return how many entries of the schedule, from index `at` on, fall into this epoch. An
-        entry does if the epoch has that step without this and later entries.
+        entry falls into it if the epoch, planned without this and later entries, has its step.
         """
         most, step = _ENTRIES_AT_ONCE, self.global_batch if self.end is End.DROP else 1
         while True:

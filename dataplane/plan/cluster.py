@@ -60,7 +60,8 @@ class Cluster(Struct, frozen=True):
         start = np.arange(full, self.host_count) * self.ranks_per_host
         stop = np.minimum(start + self.ranks_per_host, self.dp_size)
         behind = (start - first) % meeting
-        # The host's first such rank is its first rank, or comes when the remainder wraps to 0.
+        # A host reads one of the lanes if its first rank does, or if the next rank that reads lane
+        # `first` is on the host, too.
         reached = (behind <= more) | (start + meeting - behind < stop)
         return full + int(reached.sum())
 
@@ -133,7 +134,7 @@ class Owners:
         """
         run = mix(_word(dataset) ^ mix((shard * GAMMA + offset // RUN_BYTES) & _MASK))
         hashed = mix_in_place(self._seeds ^ np.uint64(run)) >> np.uint64(64 - _FRACTION_BITS)
-        # In (0, 1): neither logarithm nor quotient can be infinite.
+        # The fraction is within (0, 1), so neither the logarithm nor the quotient is infinite.
         fraction = (hashed.astype(np.float64) + 0.5) / (1 << _FRACTION_BITS)
         return int((self._weights / -np.log(fraction)).argmax())
 

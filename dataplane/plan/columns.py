@@ -23,8 +23,8 @@ from dataplane.model.errors import ConfigError
 Int64 = NDArray[np.int64]
 
 PLACES_MAX = 1 << 25
-"""If there are more column places than this in total, none are stored, and blocks are read whole.
-"""
+"""The most column places of a manifest. If there are more, no places are stored, and blocks are
+read whole."""
 PART_COLUMNS = 1 << 16
 _HEADER = struct.Struct("<QQ")
 _LENGTH_BYTES = 4
@@ -92,9 +92,9 @@ class ColumnPlaces(Struct, frozen=True, eq=False):
         return cls(len(blocks), count, tuple(encoded))
 
     def parts(self) -> Iterator[PlacesPart]:
-        """The places of all blocks, part by part.
+        """Yield the places of all blocks, part by part.
 
-        Raises:  ConfigError: damaged.
+        Raises:  ConfigError: the places are damaged.
         """
         codec = pa.Codec("zstd")
         for (first, stop), part in zip(
@@ -114,7 +114,7 @@ class ColumnPlaces(Struct, frozen=True, eq=False):
                 found.append(piece.reshape(shape).astype(np.int64))
                 at += size
             gap, length, decoded = found
-            # Wrapping arithmetic undoes itself.
+            # A gap that overflowed when it was encoded overflows back in this sum.
             yield PlacesPart(first, np.cumsum(gap + length, axis=1) - length, length, decoded)
 
     def to_bytes(self) -> bytes:
@@ -148,7 +148,7 @@ class ColumnPlaces(Struct, frozen=True, eq=False):
 
 
 def _parts(block_count: int, column_count: int) -> list[tuple[int, int]]:
-    """The first block of each part, and the one after its last."""
+    """Return the first block of each part, and the block after its last one."""
     step = max(1, PART_COLUMNS // max(column_count, 1))
     return [(at, min(at + step, block_count)) for at in range(0, block_count, step)]
 
@@ -206,7 +206,7 @@ class NullCounts(Struct, frozen=True, eq=False):
         return cls(_fixed(counts), _fixed(shards)) if len(counts) else None
 
     def without(self, nodes: Sequence[int]) -> Self:
-        """Return the counts with no known null in these field nodes."""
+        """Return the counts, changed to say that no null is known in these field nodes."""
         counts, shards = self.counts.copy(), self.shards.copy()
         counts[list(nodes)] = np.minimum(counts[list(nodes)], 0)
         shards[list(nodes)] = -1
@@ -230,8 +230,8 @@ class NullCounts(Struct, frozen=True, eq=False):
 
 
 def merged(one: Int64, other: Int64) -> Int64:
-    """Combine the counts of two parts of a dataset, or of two nullable nodes: their sum, else
-    UNKNOWN if one is, else 0, else NEVER.
+    """Combine the counts of two parts of a dataset, or of two nullable nodes. The result is the sum
+    of known nulls; without any, UNKNOWN if one count is unknown, NEVER if both are NEVER, or 0.
     """
     some = np.maximum(one, 0) + np.maximum(other, 0)
     unknown = (one == UNKNOWN) | (other == UNKNOWN)
@@ -251,7 +251,7 @@ def _fixed(values: NDArray[np.int64]) -> Int64:
 
 
 def scaled(decoded: Int64, rows: Int64, stored: Int64) -> Int64:
-    """The size of some rows of each block, if all that are stored have this size.
+    """Estimate the size of `rows` rows of each block, whose `stored` rows take `decoded` bytes.
 
     Shapes:  decoded: int64[K], bytes.   rows, stored: int64[K].   result: int64[K], bytes.
     """
@@ -276,7 +276,7 @@ def block_column(values: NDArray[Any], dtype: np.dtype[Any], name: str) -> NDArr
 
 # -- categories --------------------------------------------------------------------------------
 #
-# Serialises the values of columns that come as codes, for a schema or a manifest.
+# Serialise the values of columns that are delivered as codes, for a schema or a manifest.
 
 
 def categories_to_bytes(

@@ -52,7 +52,8 @@ class CountingTree:
         heapq.heapify(heap)
         for node in range(count, count + len(heap) - 1):
             small, large = heapq.heappop(heap), heapq.heappop(heap)
-            # The larger share is left; of two equal ones, the source with the smaller number.
+            # Put the larger share on the left; of two equal shares, the node with the smaller
+            # number.
             left, right = (small, large) if small[0] == large[0] else (large, small)
             weight[node] = small[0] + large[0]
             children[node] = left[1], right[1]
@@ -86,7 +87,7 @@ class CountingTree:
         return found[:, : self.source_count].astype(np.int64)
 
     def slots_for(self, sources: Int64, counts: Int64) -> Int64:
-        """Return the smallest k with F_i(k) >= count: the inverse of `counts`. At most 2**62.
+        """Return the smallest k with F_i(k) >= count, but at most 2**62: the inverse of `counts`.
 
         Shapes:  sources: int64[m], each with a share.   counts: int64[m].   result: int64[m].
         """
@@ -191,7 +192,7 @@ def by_temperature(counts: Sequence[int], temperature: float) -> list[float]:
             field="temperature",
         )
     largest = max(counts)
-    # Rounded, since the last digits of a power depend on the platform's math library.
+    # Round the weights, since the last digits of a power depend on the platform's math library.
     found = [float(f"{(count / largest) ** (1 / temperature):.9g}") for count in counts]
     if not all(found):
         raise ConfigError(

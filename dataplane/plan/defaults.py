@@ -23,24 +23,26 @@ MIB, GIB = 1 << 20, 1 << 30
 OPEN_SHARE = 7
 OPEN_BYTES_MIN = 256 * MIB
 OPEN_BYTES_MAX = 36 * GIB
-# Computing a permutation of this many entries takes a third of a second.
+# The longest window. Computing its permutation takes a third of a second.
 WINDOW_SAMPLES_MAX = 1 << 22
-# The permutations of this many samples take 64 MiB.
+# The most samples in the open windows of all lanes. Their permutations take 64 MiB.
 OPEN_SAMPLES_MAX = 1 << 24
 PERMUTATION_BYTES = 4
 
 # Each usual number of GPUs (a power of two, or three times a power of two) divides at least one of
 # these numbers.
 LANES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1536, 3072)
-# Lanes of this size keep the number of blocks that two hosts read small. A large dataset is read by
-# many hosts, so it gets many lanes.
+# The usual minimum size of a lane, so that hosts share few blocks. A large dataset is read by many
+# hosts, so it gets many lanes.
 LANE_BYTES = GIB
-# A block on the border of two lanes is read for both lanes. If lanes have this many blocks or more,
-# that is at most one more block to read in seven.
+# The fewest blocks of a lane. A block on the border of two lanes is read for both lanes, so at most
+# one block in seven is read twice.
 LANE_BLOCKS_MIN = 7
-# Each lane always has at least one block open: a window covers at least this part of a block.
+# A window covers at least a block divided by this number. Shorter windows would save little memory,
+# since each lane has at least one block open.
 WINDOW_SHARE_MIN = 16
-# If fewer blocks than this can be open, more lanes shuffle better than longer windows.
+# If fewer blocks than this can be open in all windows together, more lanes shuffle better than
+# longer windows.
 SCARCE_BLOCKS = 256
 LANES_IF_SCARCE = 128
 
@@ -88,7 +90,7 @@ class BlockSizes(Struct, frozen=True):
         return self.samples * self.sample_bytes
 
     def open_window_bytes(self, window: int) -> int:
-        """The memory that one open window takes, the sum of
+        """Return the memory that one open window takes, the sum of
 
         - its samples, and their permutation: W * (sample + PERMUTATION_BYTES);
         - the rest of the blocks in which it begins and ends: half a block each on average.

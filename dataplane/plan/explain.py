@@ -35,8 +35,8 @@ from dataplane.plan.shuffled import (
 from dataplane.plan.slices import Slice
 from dataplane.plan.windows import WINDOW_CACHE_BYTES, Windows
 
-# The number of ranges of the order that are sampled, and their minimum and maximum length. A range
-# may open the windows of as many lanes as it has samples. All ranges together compute at most
+# The number of ranges of the order that are sampled, and their minimum and maximum length. Each
+# sample of a range may open the window of another lane. All ranges together compute at most
 # _PROBE_ENTRIES entries of permutations, which takes about two seconds.
 _PROBES = 16
 _PROBE_SAMPLES = (1024, 65_536)
@@ -94,8 +94,8 @@ def explain(
     *,
     ramp: int = 0,
 ) -> Explanation:
-    """Compute the explanation of an order for these ranks and steps. `ramp` is that of the job,
-    even if the order is of a later epoch, which has none.
+    """Compute the explanation of an order for these ranks and steps. `ramp` is the job's ramp, even
+    if the order is of a later epoch, which has no ramp.
 
     Raises:  ConfigError: invalid combination of batch and ranks.
     """
@@ -231,11 +231,12 @@ def _warnings(order: Order, lanes_per_host: int, dropped: int) -> list[str]:
 
 # -- explain mixture ---------------------------------------------------------------------------
 #
-# What `dataplane plan` shows of a mixture: the part of each source in an epoch. The counts come
-# from the same plan as the streams, so they are exact.
+# Compute the part of each source in an epoch of a mixture, for `dataplane plan`. The counts come
+# from the plan that also determines the order of samples, so they are exact.
 
-# A model learns about as much from the first four passes over a text as from as many new texts, and
-# much less from later ones (Muennighoff et al., Scaling Data-Constrained Language Models, 2023).
+# In its first four passes over a text, a model learns about as much as from new text of the same
+# total length, and much less in later passes (Muennighoff et al., Scaling Data-Constrained Language
+# Models, 2023).
 PASSES_MAX = 4
 _OFF_MAX = 0.01
 

@@ -50,9 +50,9 @@ def sealed(body: bytes) -> bytes:
 
 
 def unsealed(content: Buffer, name: str) -> memoryview:
-    """Return the body that `sealed` was given; errors call the content `name`.
+    """Return the body of content that `sealed` returned; errors call the content `name`.
 
-    Raises:  CorruptShard: truncated, damaged, or not such a file.
+    Raises:  CorruptShard: the content is truncated, damaged, or was not made by `sealed`.
     """
     whole = memoryview(content).cast("B")
     end = len(whole) - _CHECKSUM_BYTES - len(_MARK)
@@ -109,7 +109,7 @@ _COLUMNS: tuple[tuple[str, np.dtype[Any]], ...] = (
     ("block_decoded", np.dtype(np.int64)),
 )
 _BLOCK_LISTS = ("rows", "gap", "length", "decoded")
-# Always empty: the places of columns are stored after the table.
+# Columns whose lists are always empty: the places of columns are stored after the table.
 _COLUMN_LISTS = ("column_gap", "column_length", "column_decoded")
 _FILE_SCHEMA = pa.schema(
     [
@@ -164,10 +164,11 @@ def counts_from_bytes(content: bytes, block_count: int) -> ViewCounts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Left:
-    """The part of a dataset that the first epoch of a stage has (stages.py). Block b of `manifest`,
-    which has only this, is block `manifest.kept[b]` of the dataset. Of some blocks only some
-    samples are left: their numbers are in `samples`, from `starts[b]` on; -1 if all are left. If
-    nothing is left of it, `manifest` is that of the dataset, of which the epoch reads nothing.
+    """The part of a dataset that is left for the first epoch of a stage (stages.py). `manifest`
+    describes only this part: its block b is block `manifest.kept[b]` of the dataset. If only some
+    samples of block b are left, `samples` has their numbers, from `starts[b]` on; if all are left,
+    `starts[b]` is -1. If nothing of the dataset is left, `is_nothing` is true, `manifest` is that
+    of the whole dataset, and the epoch reads none of it.
 
     Shapes:  starts: int64[blocks].   samples: int32[n].
     """
@@ -179,12 +180,12 @@ class Left:
 
     @property
     def kept(self) -> Int64:
-        """The numbers of the blocks of which something is left; of all blocks if nothing is."""
+        """The numbers of the blocks that have samples left; if nothing is left, of all blocks."""
         kept = None if self.is_nothing else self.manifest.kept
         return np.arange(self.manifest.block_count) if kept is None else kept
 
     def of(self, block: int) -> Int32 | None:
-        """Return the samples that are left of a block of `manifest`; None if all are."""
+        """Return the samples that are left of a block of `manifest`; None if all are left."""
         start = int(self.starts[block])
         return None if start < 0 else self.samples[start:][: int(self.manifest.block_rows[block])]
 
@@ -202,7 +203,7 @@ class Manifest:
     block in views, by the views' names. The manifest of a view has the rows of the view, and the
     fingerprint of `whole`, the manifest of the whole dataset, whose blocks `kept` have rows in the
     view. If samples are packs of rows, `block_rows` counts packs, and `documents` rows. `left` is
-    what the first epoch of a stage has of the dataset, None for all of it.
+    the part of the dataset that the first epoch of a stage reads, None for all of it.
 
     Shapes:  block_shard: int32[K], ascending.   block_rows: int64[K], samples, > 0.
              block_offset, block_length: int64[K], bytes in the shard.
@@ -323,8 +324,8 @@ class Manifest:
         )
 
     def viewed(self, counts: Int64) -> Manifest:
-        """Return the manifest of a view with this many rows of each block. Blocks without any are
-        left out. So order, lanes, shuffle and resume need not know of views.
+        """Return the manifest of a view with this many rows of each block. Blocks without rows are
+        left out, so that order, lanes, shuffle and resuming need not know of views.
 
         Shapes:  counts: int64[K], at most the rows of each block.
         Raises:  ConfigError: the view has no rows.
@@ -372,8 +373,8 @@ class Manifest:
         shards = self.shards
         places = b"" if self.column_places is None else self.column_places.to_bytes()
         ends = self.block_offset + self.block_length
-        # Gaps between blocks are nearly always 0. If a difference overflows, reading undoes
-        # that.
+        # Store the gaps between blocks, which are nearly always 0. If a gap overflows, the sum that
+        # a reader computes overflows back to the offset.
         gap = self.block_offset.copy()
         same = self.block_shard[1:] == self.block_shard[:-1]
         gap[1:][same] -= ends[:-1][same]
@@ -476,7 +477,7 @@ class Manifest:
         digest.update(b"".join(struct.pack("<Q", len(text)) + text for text in texts))
         digest.update(struct.pack("<QQ", len(self.shards), self.block_count))
         shards = self.shards
-        # Urls without their signatures, which differ each time that a url is signed.
+        # Hash urls without their signatures: signing a url again gives another signature.
         urls, etags = shards.urls.changed(unsigned, b"@?").piece(), shards.etags.piece()
         empty = Piece(shards.empty, shards.empty_starts[:-1], shards.empty_starts[1:])
         numbers = (
@@ -500,8 +501,8 @@ def _decoded(batch: Any, metadata: dict[bytes, bytes], body: memoryview) -> Mani
     rows, gap, length, decoded = (
         texts.values_of_lists(batch.column(name)) for name in _BLOCK_LISTS
     )
-    # In place, since these are the largest columns: first where each block ends among all blocks,
-    # then where it begins, then where it begins in its shard. Overflows cancel out.
+    # Compute `offset` in place, since it is one of the largest columns: where each block ends among
+    # all blocks, then where it begins, then where it begins in its shard. Overflows cancel out.
     offset = gap + length
     np.cumsum(offset, out=offset)
     before = np.where(starts[:-1] > 0, offset.take(starts[:-1] - 1, mode="clip"), 0)

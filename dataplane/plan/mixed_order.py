@@ -81,7 +81,8 @@ class MixedOrder:
         self._round_keys = (key(seed, Domain.ROUND), key(seed, Domain.ROUND_LANES))
         self._trees: OrderedDict[tuple[int, ...], CountingTree] = OrderedDict()
         self._passes: OrderedDict[tuple[int, int], Order] = OrderedDict()
-        # The first and the last pass over each source, which block_span needs at once.
+        # Create the orders of the first and the last pass over each source now: `block_span` needs
+        # them, and may be called at any time.
         self._first_pass = plan.base // self._counts
         self._last_pass = (plan.base + np.maximum(plan.counts, 1) - 1) // self._counts
         self._edges = {
@@ -173,7 +174,7 @@ class MixedOrder:
     def positions_of_samples(self, source: int, samples: Int64) -> Int64:
         """Return the positions of these samples of a source: the inverse of `samples_at`.
 
-        Shapes:  samples: int64[n], those that the epoch has.   result: int64[n].
+        Shapes:  samples: int64[n], samples that the epoch reads.   result: int64[n].
         """
         positions = np.empty_like(samples)
         at = self._segments_of(source, samples)
@@ -189,8 +190,8 @@ class MixedOrder:
         return positions
 
     def read_before(self, cursor: int) -> list[list[PassRead]]:
-        """Implement `TracedOrder.read_before`. Whole rounds have read the next samples of each
-        source; of the round that the position is in, single samples are found.
+        """Implement `TracedOrder.read_before`. Whole rounds before the cursor have read consecutive
+        samples of each source. Samples that the cursor's own round has read are listed one by one.
         """
         ends, begin = self.plan.base, cursor
         if cursor:
@@ -212,7 +213,9 @@ class MixedOrder:
         ]
 
     def _read(self, source: int, end: int, others: Int64) -> list[PassRead]:
-        """Return the passes that have read a source's samples up to `end`, and these others."""
+        """Return the parts of a source's passes that were read: samples up to `end`, and the
+        samples `others`.
+        """
         begin, count = int(self.plan.base[source]), int(self._counts[source])
         last = max(end, int(others[-1]) + 1 if len(others) else begin)
         passes = []
@@ -221,7 +224,7 @@ class MixedOrder:
             some = others[(others >= start) & (others < start + count)] - start
             first, stop = max(begin - start, 0), min(end - start, count)
             order = self._pass(source, number)
-            if (first, stop) == (0, count):  # all of it
+            if (first, stop) == (0, count):  # one pass has read the whole source
                 return [PassRead(order, 0, count, some)]
             passes.append(PassRead(order, first, max(stop, first), some))
         return passes

@@ -29,8 +29,8 @@ Int64 = NDArray[np.int64]
 Shares = tuple[int, ...]
 
 ROUND_STEPS = 1024
-# How many plans are cached: a schedule is planned again for each of its epochs. Plans with many
-# segments, one for each change, are not cached.
+# The number of cached plans, since planning an epoch of a schedule plans all earlier epochs again.
+# Plans of more than `_CHANGES_MAX` changes are not cached: each change adds a segment.
 _PLANS_KEPT, _CHANGES_MAX = 2048, 16
 
 
@@ -134,9 +134,9 @@ class Tail(Struct, frozen=True):
 
 
 class EpochPlan(Struct, frozen=True):
-    """One epoch. `base` counts the samples of each source read in earlier epochs, `counts` those
-    that this epoch reads. `changed` lists where shares changed, and to what, in order. `shares` are
-    those at the epoch's end.
+    """One epoch. `base` counts the samples of each source that earlier epochs read, `counts` the
+    samples that this epoch reads. `changed` lists the places where shares changed, with the new
+    shares, in order. `shares` are the shares at the epoch's end.
 
     Shapes:  base, counts: int64[sources].
     """
@@ -243,7 +243,7 @@ def runs_of(mixed: Mixed, changes: Sequence[ShareChange] = ()) -> Iterator[Epoch
     start = EpochStart.of(mixed)
     for epoch, mine in itertools.groupby(changes, lambda change: change.epoch):
         if start.epoch < epoch:
-            # All epochs from `start` to this one equal the first of them.
+            # All epochs from `start` up to this one have the counts of the first of them.
             run = EpochRun(start, epoch - start.epoch, start.plan(mixed))
             yield run
             start = start.after(run.plan, epoch - start.epoch)

@@ -74,7 +74,7 @@ RAMP_MAX = 28
 
 class PassRead(Struct, frozen=True):
     """The part of one pass over a dataset that was read: the positions from `begin` to `end`, and
-    some others after them, ascending.
+    some later positions, `others`, in ascending order.
     """
 
     order: Order
@@ -134,8 +134,8 @@ class TracedOrder(SampleOrder, Protocol):
         """
 
     def read_before(self, cursor: int) -> list[list[PassRead]]:
-        """Return, for each source, what the positions before this one have read of the passes over
-        it.
+        """Return, for each source, the parts of its passes that the positions before `cursor` have
+        read.
         """
 
 
@@ -143,9 +143,9 @@ class Order:
     """The order of one epoch of one dataset. Not thread-safe, since it caches windows.
 
     `ramp` is how often the first window of a lane is halved in epoch 0, so that its first batches
-    need few blocks. If it is `balanced`, samples are packs, numbered by plan/balance.py, and packs
-    of similar cost are at similar positions. `shuffle=False` is the dataset's own order, whatever
-    the other arguments: one lane, and windows of one sample.
+    need few blocks. If the order is `balanced`, samples are packs, numbered by plan/balance.py, and
+    packs of similar cost are at similar positions. `shuffle=False` is the dataset's own order,
+    whatever the other arguments: one lane, and windows of one sample.
     """
 
     __slots__ = (
@@ -193,7 +193,8 @@ class Order:
         self._starts = np.zeros(len(block_rows) + 1, np.int64)
         if shuffle:
             order = permutation(key(seed, Domain.BLOCKS, epoch), len(block_rows))
-            # The narrowest signed type that holds K: half the memory for any real dataset.
+            # Use the narrowest signed type that holds K, which takes half the memory for any real
+            # dataset.
             self._blocks = order.astype(np.min_scalar_type(-len(order)))
             del order
             block_rows = block_rows[self._blocks]
@@ -238,7 +239,7 @@ class Order:
 
         Shapes:  positions, blocks: int64[n].   result: uint64[n].
         """
-        del positions  # all belong to one epoch
+        del positions  # all positions belong to one pass
         return extended(key(self.seed, Domain.PACK, self.epoch), blocks)
 
     def keys_of_packs(self, block: int) -> list[int]:
@@ -251,7 +252,7 @@ class Order:
         return [[PassRead(self, 0, cursor, np.empty(0, np.int64))]]
 
     def positions_of(self, block: int, row: int) -> Int64:
-        """The position of one sample, as an array."""
+        """Return the position of one sample, as an array."""
         return self.position_of(np.array([block]), np.array([row]))
 
     def position_of(self, blocks: Int64, rows: Int64) -> Int64:
@@ -280,7 +281,8 @@ class Order:
         Raises:  ConfigError: no such block.
         """
         blocks = np.asarray(blocks, np.int64)
-        # A fast path: eviction asks for one block at a time, and a numpy minimum takes 3 us.
+        # A fast path for one block: eviction requests the span of one block at a time, and a single
+        # numpy minimum takes 3 us.
         if len(blocks) == 1 and 0 <= (one := blocks.item()) < self.block_count:
             alone = self._span_of(one)
             return np.array(alone[:1], np.int64), np.array(alone[1:], np.int64)
@@ -291,9 +293,9 @@ class Order:
         tail, tail_place = self._lane_of(stop - 1)
         first = self._windows.bounds(head, head_place)[0] * lanes + head
         last = (self._windows.bounds(tail, tail_place)[1] - 1) * lanes + tail
-        # A block that crosses the end of a lane continues in the next lane at offset 0. It reaches
-        # the end of all of its lanes but the last, and the last of these positions is in the last
-        # of the longest lanes.
+        # A block that runs over the end of lane `head` continues at offset 0 of the next lane,
+        # which is position `head + 1`. The block contains the ends of all of its lanes but `tail`.
+        # The latest of these ends is in the last of the longest of these lanes.
         runs_over = head < tail
         first = np.where(runs_over, np.minimum(first, head + 1), first)
         longer = self.sample_count % lanes

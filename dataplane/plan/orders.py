@@ -53,16 +53,18 @@ def job_order(spec: JobSpec, manifests: Sequence[Manifest], epoch: int) -> Trace
 
 
 def is_reduced(spec: JobSpec, manifests: Sequence[Manifest], epoch: int) -> bool:
-    """Return whether this is the first epoch of a stage, and has only what is left of something."""
+    """Return whether this is the first epoch of a stage, and reads only what earlier stages have
+    left of a dataset.
+    """
     return epoch == spec.first_epoch and any(manifest.left is not None for manifest in manifests)
 
 
 def _first_epoch(
     spec: JobSpec, manifests: Sequence[Manifest], epoch: int
 ) -> tuple[JobSpec, list[Manifest], int]:
-    """Return the job that a reduced epoch belongs to. A mixture begins with its first pass over
-    each source, so that all that is left is in one pass; sources of which nothing is left have no
-    share.
+    """Return the spec, the manifests and the epoch that give the ordinary order over what is left.
+    For a mixture, this is epoch 0, which begins with the first pass over each source, so that one
+    pass has all that is left of the source; sources of which nothing is left get share 0.
     """
     parts = [
         manifest if manifest.left is None else manifest.left.manifest for manifest in manifests
@@ -95,8 +97,9 @@ def _order(spec: JobSpec, manifests: Sequence[Manifest], epoch: int) -> TracedOr
 
 
 class ReducedOrder:
-    """The order of an epoch that has only what is left: `order` is an ordinary one over that, and
-    this one has the blocks and rows of the whole datasets.
+    """The order of an epoch that reads only what earlier stages have left. `order` is an ordinary
+    order over the blocks that are left; this class translates its blocks and rows to those of the
+    whole datasets.
     """
 
     def __init__(self, order: TracedOrder, manifests: Sequence[Manifest]) -> None:
@@ -165,11 +168,13 @@ class ReducedOrder:
         return self.order.keys_of_packs(int(number)) if is_left else []
 
     def read_before(self, cursor: int) -> list[list[PassRead]]:
-        """Implement `TracedOrder.read_before`, in blocks of what is left."""
+        """Implement `TracedOrder.read_before`, with numbers of the blocks that are left."""
         return self.order.read_before(cursor)
 
     def _numbers(self, blocks: Int64) -> tuple[Int64, Bools]:
-        """Return the number of each block among those that are left, and whether it is one."""
+        """Return the number of each block among the blocks that are left, and whether the block is
+        one of them.
+        """
         numbers = np.minimum(self._kept.searchsorted(blocks), len(self._kept) - 1)
         return numbers, self._kept[numbers] == blocks
 
@@ -191,7 +196,7 @@ def sample_count_of(spec: JobSpec, manifests: Sequence[Manifest], epoch: int) ->
 
 
 def with_mix(spec: JobSpec, mix: MixHistory | None) -> JobSpec:
-    """Return the spec with these weights; None keeps its own."""
+    """Return the spec with these weights; None keeps the spec's own weights."""
     if spec.mixture is None or mix is None:
         return spec
     return replace(spec, mixture=spec.mixture.with_history(mix))

@@ -20,7 +20,7 @@ NUMBERS = len(Packing.__struct_fields__)
 
 
 def packed(manifest: Manifest, counts: Int64) -> Manifest:
-    """Return the manifest with this many packs of each block as samples. Blocks without any are
+    """Return the manifest with this many packs of each block as samples. Blocks without packs are
     left out.
 
     Shapes:  counts: int64[K].
@@ -63,7 +63,7 @@ def counts_name(manifest: Manifest, view: View, seed: int, code: str) -> str:
     map's file; "" without one.
     """
     assert view.pack is not None
-    # These options change no counts.
+    # Leave out the options that have no effect on the counts.
     pack = structs.replace(view.pack, carry=(), outputs=(), pad_value=0, balanced=False)
     of_pack = structs.asdict(pack)
     del of_pack["loss_mask"], of_pack["dtype"]
@@ -85,8 +85,8 @@ def with_counts(manifest: Manifest, name: str, counts: Int64) -> Manifest:
 
 
 def known_counts(manifest: Manifest, name: str) -> Int64 | None:
-    """Return the packs that were counted for all blocks of this manifest of a view; None if they
-    were not.
+    """Return the counted packs of all blocks of this manifest of a view; None if they were not
+    counted.
 
     Shapes:  result: int64[K, NUMBERS].
     """
@@ -97,7 +97,7 @@ def known_counts(manifest: Manifest, name: str) -> Int64 | None:
 
 
 def packing_in(counts: Int64) -> Packing:
-    """Sum up the fate of all tokens.
+    """Sum up the Packing of all blocks.
 
     Shapes:  counts: int64[K, NUMBERS].
     """

@@ -6,7 +6,7 @@ lengths: lengths of epochs, plans and resuming are as for rows, although documen
 differently in each epoch. The price is that small blocks waste tokens; plan/advice.py warns of it.
 
 1. The number of packs does not depend on the order of the lengths, so it is the same in every
-epoch.
+   epoch.
 2. Every token is in at most one pack; without `drop`, `truncate` and `wrap`, in exactly one.
 """
 
@@ -132,9 +132,9 @@ def costs(packs: Packs, pack: PackSpec) -> Int64:
 
 
 def packing_of(lengths: Int64, pack: PackSpec) -> Packing:
-    """Compute what becomes of documents of these lengths. If documents are wrapped and take
-    multiples of several tokens, the number of tokens that do not fit into the last pack depends on
-    the order of the documents: it is computed for this order.
+    """Compute the Packing of documents of these lengths. If documents are wrapped, and their
+    lengths are rounded up to a multiple, the number of tokens that do not fit into the last pack
+    depends on the order of the documents: this function computes it for the given order.
 
     Shapes:  lengths: int64[documents], in tokens.
     """
@@ -287,7 +287,9 @@ class DrawnRows(Struct, frozen=True, eq=False):
 def drawn_rows(
     order: DrawsPacks, positions: Int64, blocks: Int64, rows: Int64, index: Int64
 ) -> DrawnRows:
-    """Return the packs at these positions. `index` is that of each block among those of the slab.
+    """Return the packs at these positions. `index` is the index of each position's block among the
+    blocks of the slab.
+
     Shapes:  positions, blocks, rows, index: int64[n].
     Raises:  ConfigError: a source of a mixture is so small that these positions read it too often.
     """
@@ -330,10 +332,11 @@ _WORD = (1 << 64) - 1
 def without(
     packs: Packs, lengths: Int64, pack: PackSpec, taken_out: Sequence[TakenDocument]
 ) -> Packs:
-    """Return packs of a block with tokens of other documents in place of those removed.
+    """Return the packs of a block with tokens of other documents in place of the removed documents.
 
     Shapes:  lengths: int64[documents], in tokens.
-    Raises:  ConfigError: no document with tokens is left.  RowOutOfBounds: there is no such one.
+    Raises:  ConfigError: no document with tokens is left.  RowOutOfBounds: a removed document is
+    not in the block.
     """
     if not taken_out:
         return packs
@@ -354,8 +357,9 @@ def without(
 def stand_ins(kept: Int64, taken_out: Sequence[TakenDocument]) -> dict[int, int]:
     """Return the document that replaces each removed one, by row; empty documents need none.
 
-    Shapes:  kept: int64[documents], the tokens of each that are packed.
-    Raises:  ConfigError: no document with tokens is left.  RowOutOfBounds: there is no such one.
+    Shapes:  kept: int64[documents], how many tokens of each are packed.
+    Raises:  ConfigError: no document with tokens is left.  RowOutOfBounds: a removed document is
+    not in the block.
     """
     left = kept.copy()
     for one in taken_out:

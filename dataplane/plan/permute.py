@@ -27,7 +27,8 @@ GAMMA = 0x9E3779B97F4A7C15
 _FIRST = 0xBF58476D1CE4E5B9
 _SECOND = 0x94D049BB133111EB
 
-# Words of one permutation that are computed together, within the first-level caches.
+# This many words of one permutation are computed together, so that they stay in the first-level
+# cache.
 _TOGETHER = 1 << 14
 
 
@@ -75,7 +76,7 @@ def mix_in_place(words: Words) -> Words:
 def checked_word(value: int, name: str) -> int:
     """Return `value` if it is an unsigned 64-bit number.
 
-    Raises:  ConfigError: it is not; names the field.
+    Raises:  ConfigError: `value` is not such a number; names the field.
     """
     if not 0 <= value <= _MASK:
         raise ConfigError(

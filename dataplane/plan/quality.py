@@ -2,9 +2,9 @@
 100 labels, divided by the entropy for a permutation of all samples. `dataplane plan` shows it, and
 advice depends on it.
 
-The computation uses the order's windows, and the mean size of a sample's block. Permutations are
-replaced by ones that need not be computed as a whole, so it takes a millisecond for any dataset,
-and the result is deterministic.
+The computation uses the order's windows, and the mean size of a sample's block. Instead of the
+order's permutations, it uses permutations that need not be computed as a whole. So the computation
+takes a millisecond for any dataset, and the result is deterministic.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from dataplane.plan.permute import Domain, Words, extended, key
 from dataplane.plan.windows import Int64, Windows
 
 _LABELS = 100
-# Batches are taken evenly from the epoch: this many samples of each, and of all together.
+# Batches are taken evenly from the epoch, `_BATCHES_MIN` or more: at most `_SAMPLES_OF_BATCH_MAX`
+# samples of each batch, and about `_SAMPLES` of all batches together.
 _SAMPLES_OF_BATCH_MAX = 1024
 _SAMPLES = 4096
 _BATCHES_MIN = 16
@@ -35,13 +36,13 @@ def quality(sizes: BlockSizes, shuffle: Shuffle, draws: int) -> float:
     drawn = min(draws, _SAMPLES_OF_BATCH_MAX)
     count = max(_BATCHES_MIN, _SAMPLES // drawn)
     keys = extended(key(0, Domain.PROBE), np.arange(count))
-    # Not at equal distances, since then all batches might begin at the end of a block.
+    # Start batches at unequal distances: at equal ones, all might begin at the end of a block.
     starts = (np.arange(count) + keys / 2**64) / count * (samples - draws)
     batch = np.repeat(np.arange(count), drawn)
     keys = keys[batch]
     within = np.tile(np.arange(drawn), count)
     if draws > drawn:
-        # Not at equal distances, since then all samples might be from few lanes.
+        # Take samples at unequal distances: at equal ones, all might be from few lanes.
         within = _permuted(keys, within, np.full(len(batch), draws))
     places = _places(starts.astype(np.int64)[batch] + within, samples, lanes, window, shuffle.ramp)
     labels = _labels(places, keys, samples, sizes.usual_rows)
@@ -89,7 +90,7 @@ def _permuted(keys: Words, places: Int64, counts: Int64) -> Int64:
 
     Shapes:  keys: uint64[n].   places, counts, result: int64[n]; counts below 2**53.
     """
-    # Apply a bijection of numbers of as many bits as `count` has, until the result is in range.
+    # Apply a bijection of all numbers with the bits of `count - 1`, until the result is in range.
     bits = np.frexp(counts - 1)[1].astype(np.uint64)
     mask, half = (np.uint64(1) << bits) - np.uint64(1), (bits + np.uint64(1)) >> np.uint64(1)
     found = places.astype(np.uint64)

@@ -240,8 +240,8 @@ class ShardTable:
         return filled + int(before.searchsorted(np.int64(filled), side="right"))
 
     def keeping(self, blocks: Int64) -> ShardTable:
-        """The same shards with only these of their blocks; the others count as blocks without
-        samples.
+        """Return the same shards with only these of their blocks; the others count as blocks
+        without samples.
 
         Shapes:  blocks: int64[k], numbers of the manifest's blocks, rising.
         """
@@ -276,8 +276,8 @@ def starts_of(counts: Any) -> Int64:
 
 
 def spread(values: NDArray[Any], starts: Int64) -> NDArray[Any]:
-    """Repeat values[i] at all places from starts[i] to starts[i + 1]. This is done in steps, since
-    numpy holds the GIL while it repeats.
+    """Repeat values[i] at all places from starts[i] to starts[i + 1], in steps, since numpy holds
+    the GIL while it repeats.
 
     Shapes:  values: any[n].   starts: int64[n + 1], rising from 0.   result: any[starts[n]].
     """

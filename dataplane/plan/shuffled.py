@@ -39,10 +39,10 @@ _NONE = np.empty(0, np.int64)
 
 
 class ShuffledSource(Struct, frozen=True):
-    """A dataset, or a named source of a mixture. A lane's samples come from the next `window`
-    samples of the dataset in that lane, and a global batch that has any of them has about `draws`.
-    An epoch reads `stored_bytes` if no block is read twice, and all blocks together take
-    `kept_bytes` of memory.
+    """A dataset, or a named source of a mixture. A lane draws its next samples from the next
+    `window` samples of the dataset in that lane. A global batch with samples of the dataset has
+    about `draws` of them. An epoch reads `stored_bytes` if no block is read twice, and all blocks
+    together take `kept_bytes` of memory.
     """
 
     sizes: BlockSizes
@@ -118,9 +118,10 @@ def open_bytes(sources: Sequence[ShuffledSource], lanes_open: int) -> int:
 
 
 class BlockHosts(Struct, frozen=True, eq=False):
-    """The lanes that contain each of K blocks of an order: `first`, and for the blocks that lie
-    `on_border` of lanes, this many `more`. There are fewer of these than lanes. Hosts that read a
-    lane may read its blocks, even if their ranks happen to take no sample of one.
+    """The lanes that contain each of K blocks of an order: lane `first`, and for each block that is
+    `on_border` of several lanes, the next `more` lanes. Fewer blocks than lanes are on a border.
+    A host that reads a lane may read all of its blocks, even if its ranks happen to take no sample
+    of a block.
 
     Shapes:  first: integer[K].   on_border: int64[m], blocks, ascending.   more: int64[m].
     """
@@ -133,7 +134,7 @@ class BlockHosts(Struct, frozen=True, eq=False):
     @classmethod
     def of(cls, order: Order) -> Self:
         """Return the lanes of all blocks of the order."""
-        # The narrowest type that holds all lanes saves memory and time.
+        # Use the narrowest type that holds all lanes, which saves memory and time.
         count, lanes = order.block_count, np.min_scalar_type(-order.lanes)
         first, on_border, more = np.empty(count, lanes), [_NONE], [_NONE]
         for start in range(0, count, _PIECE):

@@ -1,9 +1,8 @@
 """The batches of one data-parallel rank: the positions of an epoch that each of its steps reads.
 
 1. Step s covers the positions [cursor + s*G, cursor + (s+1)*G), cut or wrapped at N. If some of
-them
-   are skipped, it covers the next G positions that are not. The last step of a ragged end extends
-   to N.
+   these are skipped, step s covers the next G positions that are not. The last step of a ragged end
+   extends to N.
 2. A rank owns the positions t with t % dp_size == dp_rank. So every position has one owner, and the
    owners' batches, merged by ascending t, are the global batch for any dp_size.
 3. The number of steps is the same on every rank (`EpochSteps` in model/changes.py). With a ragged

@@ -1,12 +1,13 @@
-"""Former stages of a run whose recipe has changed: their specs and datasets, and what is left of
-them for the first epoch of the next stage. docs/order.md specifies it.
+"""Former stages of a run whose recipe has changed: their specs and datasets, and the samples that
+are left for the first epoch of the next stage. docs/order.md specifies which samples are left.
 
-1. What an epoch delivered up to a position follows from its order alone, and is the same on every
-   rank. Nothing is recorded.
-2. It costs O(K) in blocks, and the rows of the blocks in open windows; never O(N).
+1. The samples that an epoch delivered up to a position follow from its order alone, and are the
+   same on every rank. Nothing is recorded.
+2. Finding these samples takes O(K) in blocks, and the rows of the blocks in open windows; never
+   O(N).
 3. Of the rows that both stages have, exactly those that were not delivered are left. If samples are
-   packs, before or after the change, a block is delivered if all of its samples are, and otherwise
-   all of it is left.
+   packs, before or after the change, a block counts as delivered if all of its samples are
+   delivered; otherwise the whole block is left.
 """
 
 from __future__ import annotations
@@ -65,10 +66,10 @@ def with_left(
     viewed: Viewed,
     before: Sequence[SourceRead] = (),
 ) -> list[Manifest]:
-    """Return the manifests of a job, each with what is left of it for the first epoch. Datasets of
-    former stages are looked for among its own, and among those `before`.
+    """Return the manifests of a job, each with the part that is left for the first epoch. Datasets
+    of former stages are searched for among the job's own datasets, and among the datasets `before`.
 
-    Raises:  ConfigError: what the stage before has delivered cannot be computed.
+    Raises:  ConfigError: the samples that the former stage has delivered cannot be computed.
     """
     stage = spec.stages[-1] if spec.stages else None
     if stage is None or not stage.unread or not stage.cursor:
@@ -96,8 +97,9 @@ class _Delivered(Struct, frozen=True):
 def _delivered_before(
     order: TracedOrder, manifests: Sequence[Manifest], cursor: int
 ) -> list[_Delivered]:
-    """Return what was delivered of each dataset before this position of an epoch. If the epoch had
-    only what was left of another, that was delivered, too.
+    """Return the samples of each dataset that were delivered before this position of an epoch. If
+    the epoch read only what an earlier epoch had left, the samples delivered by the earlier epoch
+    are included.
     """
     is_reduced = isinstance(order, ReducedOrder)
     parts = []
@@ -143,7 +145,9 @@ def _together(blocks: Int64, counts: Int64) -> Iterator[Int64]:
 
 
 def _with_others(read: _Delivered, counts: Int64, left: Left) -> _Delivered:
-    """Add everything of a dataset that was not left to what was read of the rest."""
+    """Return the samples `read` of the part that was left of a dataset, and all samples outside of
+    this part, which were delivered earlier.
+    """
     whole, samples = np.ones(len(counts), np.bool_), dict[int, Bools]()
     if left.is_nothing:
         return _Delivered(whole, samples)
@@ -168,10 +172,10 @@ _Rows = tuple[str, int, int, int]
 def _left(
     sources: Sequence[SourceRead], former: Sequence[SourceRead], delivered: Sequence[_Delivered]
 ) -> list[Manifest]:
-    """Return the manifests of a stage, each with what is left of it. If nothing is left of all of
-    them, everything is.
+    """Return the manifests of a stage, each with the part that is left of it. If nothing is left of
+    any manifest, return them whole.
 
-    Raises:  ConfigError: no shard is in both stages, or one is there with other rows.
+    Raises:  ConfigError: no shard is in both stages, or the stages read other rows of a shard.
     """
     places = _places(sources)
     counts = [source.manifest.block_rows.copy() for source in sources]
@@ -238,7 +242,9 @@ def _shards_of(manifest: Manifest) -> Iterator[_Shard]:
 
 
 def _places(sources: Sequence[SourceRead]) -> dict[_Shard, dict[_Rows, tuple[int, int]]]:
-    """Return the source and the number of each shard, by the rows that are read of it."""
+    """Return the source and the number of each shard, by the shard and by the rows that a view
+    reads of it.
+    """
     places: dict[_Shard, dict[_Rows, tuple[int, int]]] = {}
     for at, source in enumerate(sources):
         for number, shard in enumerate(_shards_of(source.whole)):
@@ -251,9 +257,10 @@ def _matched(
     places: dict[_Shard, dict[_Rows, tuple[int, int]]],
     sources: Sequence[SourceRead],
 ) -> Iterator[tuple[int, Int64, Int64]]:
-    """Yield, for each source, its blocks that a former dataset had, too, and their former numbers.
+    """Yield each source that shares shards with a former dataset: its index, the numbers of the
+    shared blocks in the source, and their numbers in the former dataset.
 
-    Raises:  ConfigError: a shard is there with other rows.
+    Raises:  ConfigError: a source reads other rows of a shard than the former dataset.
     """
     before = old.whole
     at = np.full(len(before.shards), -1, np.int64)
@@ -296,11 +303,11 @@ def _numbers_of(manifest: Manifest) -> Int64:
 def former_job(
     stages: Sequence[Stage], sources: Sequence[SourceRead], viewed: Viewed
 ) -> tuple[JobSpec, list[Manifest]]:
-    """Return the spec of the last of these stages, and the manifests of what it read, with what was
-    left of them for its first epoch. They are looked for among the sources of a later stage, and
-    at the beginnings of these, since shards may be added.
+    """Return the spec of the last of these stages, and the manifests that the stage read, each with
+    the part that was left for its first epoch. The manifests are searched for among `sources`, the
+    datasets of a later stage, and among the first shards of these, since shards may be added.
 
-    Raises:  ConfigError: they are not there.
+    Raises:  ConfigError: the manifests are not among them.
     """
     *earlier, stage = stages
     if stage.spec is not None:
@@ -321,7 +328,7 @@ def former_job(
 def _candidates(
     stage: Stage, spec: JobSpec, sources: Sequence[SourceRead], viewed: Viewed
 ) -> Iterator[list[Manifest]]:
-    """Yield manifests of what the stage may have read."""
+    """Yield the manifests that the stage may have read."""
     if spec.mixture is not None:
         wholes = {source.name: source.whole for source in reversed(sources)}
         named = spec.mixture.sources
@@ -334,7 +341,8 @@ def _candidates(
         of_shards = np.zeros(len(whole.shards), np.int64)
         np.add.at(of_shards, whole.block_shard[_numbers_of(every)], every.block_rows)
         ends = np.cumsum(of_shards)
-        # The count is that of all shards, unless a limit or a former change made it smaller.
+        # `stage.sample_count` counts the samples of all shards that the stage read, unless a limit
+        # or an earlier change of the recipe made the count smaller.
         is_less = bool(spec.view.limit) or spec.first_epoch == stage.epoch > 0
         fits = ends >= stage.sample_count if is_less else ends == stage.sample_count
         for last in np.flatnonzero(fits)[::-1][:_PREFIXES_MAX].tolist():
@@ -352,7 +360,7 @@ def _filled(spec: JobSpec, manifests: Sequence[Manifest], digest: str) -> JobSpe
         return filled if filled.digest() == digest else None
     sizes = [BlockSizes.of(m.block_rows, m.block_decoded) for m in manifests]
     fingerprint = joined_hash(manifest.fingerprint for manifest in manifests)
-    for window in (0, spec.window):  # by default, or as the user gave it
+    for window in (0, spec.window):  # each source's default window, then the window of the spec
         sources: list[SourceSpec] = []
         for source, size, manifest in zip(mixture.sources, sizes, manifests, strict=True):
             of = Shuffle(1, 1, 0)

@@ -227,7 +227,7 @@ def starts_of_lists(array: Any) -> Int64:
 
 
 def values_of_lists(array: Any) -> NDArray[Any]:
-    """The values of all lists. Shapes:  result: of the values' own type, [m]."""
+    """Return the values of all lists.   Shapes:  result: of the values' own type, [m]."""
     offsets = numbers_of(array.offsets)
     return numbers_of(array.values)[offsets[0] : offsets[-1]]
 

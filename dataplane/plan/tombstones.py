@@ -33,11 +33,10 @@ from dataplane.plan.windows import Int64
 #
 # Find the rows of a step of a job, and the steps that contain a row.
 #
-# 1. A row is named by its shard and its row in the shard, both 0-based, as in augmentations, and
-# not
-#    by its block.
-# 2. Steps are those of the plan: step s of an epoch begins at position s * G, wherever a run was
-#    resumed. `cursor` moves the first step, for runs that were resumed within a step.
+# 1. A row is named by its shard and its number in the shard, both 0-based, as in augmentations, and
+#    not by its block.
+# 2. Step s of an epoch begins at position s * G, as in the plan, wherever a run was resumed.
+#    `cursor` moves the first step, for runs that were resumed within a step.
 # 3. `places_of` is the inverse of `rows_of_step`.
 
 RowsLeft = Callable[[int], Int64]
@@ -82,7 +81,7 @@ class RowNames:
     """Translates between a manifest's (block, row) and (shard, row in the shard).
 
     If the manifest is that of a view, `rows_left` returns for each block the rows that the view
-    keeps, counted in the block, ascending; None if they are the first ones.
+    keeps, counted in the block, ascending; None if the view keeps the first rows of each block.
     """
 
     def __init__(self, manifest: Manifest, rows_left: RowsLeft | None = None) -> None:
@@ -167,7 +166,7 @@ class RowNames:
 def shard_named(manifest: Manifest, name: str) -> int:
     """Return the shard with this number, this url, or a url that ends with this name.
 
-    Raises:  ConfigError: there is none, or several.
+    Raises:  ConfigError: no shard matches, or several do.
     """
     urls = manifest.shards.urls
     if name.isdecimal() and len(name) <= _DIGITS_MAX and int(name) < len(urls):
@@ -332,7 +331,7 @@ def check_tombstones(
 ) -> None:
     """Check that these rows can be removed from a job over these datasets.
 
-    Raises:  ConfigError: they cannot; the message says why, and what to do.
+    Raises:  ConfigError: a row cannot be removed; the message says why, and what to do.
     """
     if tombstones:
         Substitutes(spec, manifests, tombstones)

@@ -1,5 +1,5 @@
-"""Views of a dataset: its identity, the rows in a keyed share of it, and the number of rows of each
-block, where that needs no bytes of the dataset.
+"""Views of a dataset: the dataset's identity, the rows in a keyed share, and the number of rows of
+each block if it can be computed without reading the dataset.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from dataplane.plan.texts import Bools, Int64, Piece, Texts, records
 
 # -- identity ----------------------------------------------------------------------------------
 #
-# The identity of a dataset, independent of its location. Resuming compares it with the identity in
-# the saved state.
+# Compute the identity of a dataset, which does not depend on its location. A run that resumes
+# compares it with the identity in the saved state.
 #
-# A manifest's fingerprint is not suitable: it covers urls and sizes estimated by our code, because
-# nodes share blocks by it. Here, shards are named relative to their longest common folder, so that
-# a dataset keeps its identity in another bucket or folder.
+# A manifest's fingerprint is not suitable: nodes share blocks by it, so it covers urls, and sizes
+# that our code estimates. In the identity, shards are named relative to their longest common
+# folder, so that a dataset keeps its identity in another bucket or folder.
 
 
 def mixed_identity(identities: Sequence[DatasetIdentity]) -> DatasetIdentity:
-    """The identity of several datasets, in this order."""
+    """Return the identity of several datasets, in this order."""
     return DatasetIdentity(
         content=joined_hash(identity.content for identity in identities),
         layout=joined_hash(identity.layout for identity in identities),
@@ -188,7 +188,8 @@ def _count_alone(shares: Sequence[_Share], keys: Sequence[Words], first: int, co
 
 
 def _within(share: _Share, words: Words) -> Bools:
-    # Below the range, the difference wraps to a large number.
+    # One comparison checks both ends: for a hash below the range, the difference wraps to a large
+    # number.
     found: NDArray[np.bool_] = (words >> _HALF) - np.uint64(share.lower) < np.uint64(
         share.upper - share.lower
     )
@@ -209,7 +210,7 @@ LIMIT_MAX = (1 << 62) - 1
 
 def rows_only(view: View) -> View:
     """Return only the part of the view that decides which rows it contains."""
-    bad_max = view.bad_max if view.where else 0.0  # bad rows of others count as rows
+    bad_max = view.bad_max if view.where else 0.0  # without a condition, bad rows count as rows
     return replace(view, map="", collate="", pack=None, bad_max=bad_max)
 
 

@@ -23,9 +23,9 @@ from dataplane.plan.permute import GAMMA, Domain, extended, key, permutations
 
 Int64 = NDArray[np.int64]
 
-# Room for the open window of every lane, and for its predecessor or successor, since a long slab
-# may extend into the next window of every lane. Entries take two bytes in windows of up to 65,536
-# samples and four beyond: 960 lanes of such windows fit.
+# The cache has room for the open window of every lane, and for its predecessor or successor, since
+# a long slab may extend into the next window of every lane. Entries take two bytes in windows of up
+# to 65,536 samples, of which 1,024 lanes fit, and four bytes in longer windows.
 WINDOW_CACHE_BYTES = 256 << 20
 _HELD_PER_LANE = 2
 
@@ -48,7 +48,7 @@ def distinct(values: Int64) -> tuple[Int64, NDArray[np.intp]]:
     low = values.min()
     span = int(values.max() - low) + 1
     if span > 4 * len(values) + 4096:
-        # Like np.unique, which would import numpy.ma first and make the first seek slow.
+        # Do the same as np.unique, which would first import numpy.ma and make the first seek slow.
         order = np.argsort(values, kind="stable")
         ordered = values[order]
         is_new = np.concatenate([[True], ordered[1:] != ordered[:-1]])
@@ -61,10 +61,9 @@ def distinct(values: Int64) -> tuple[Int64, NDArray[np.intp]]:
 class Windows:
     """Maps the offsets of lanes to the places of samples. Not thread-safe.
 
-    The last `short` lanes have one sample less than the `lanes - short` before them, which have
-    `length`. The first window of each lane is divided into `ramp` + 1 parts. With `balance`,
-    samples are packs; its second part is a function that returns, for each place of all lanes
-    together, the row in its block.
+    The first `sample_count % lanes` lanes have one sample more than the others. The first window of
+    each lane is divided into `ramp` + 1 parts. With `balance`, samples are packs; its second part
+    is a function that returns, for each place of all lanes together, the row in its block.
     """
 
     __slots__ = (
@@ -88,12 +87,13 @@ class Windows:
         self._window = window
         self._ramp = ramp
         self._lengths = divmod(sample_count, lanes)
-        # A lane that consists of one window is not divided.
+        # Window borders are shifted from lane to lane, unless each lane is a single window, which a
+        # shift would divide.
         self._shifted = lanes > 1 and window * lanes < sample_count
         dtype = np.dtype(np.uint16 if window <= 1 << 16 else np.uint32)
         fitting = WINDOW_CACHE_BYTES // (window * dtype.itemsize)
         self._capacity = max(1, min(_HELD_PER_LANE * lanes, fitting))
-        # Grows on demand, since a rank opens the windows of its own lanes only.
+        # The pool grows on demand, since a rank opens only the windows of its own lanes.
         self._pool = np.empty((1, window), dtype)
         self._slots: OrderedDict[int, int] = OrderedDict()
 
@@ -163,7 +163,7 @@ class Windows:
         found, number = distinct(window)
         if len(found) <= self._capacity:
             return start + self._looked_up(found, number, within, inverse=inverse)
-        # More windows than fit into the cache: process them in groups.
+        # There are more windows than fit into the cache: process them in groups.
         order = np.argsort(number, kind="stable")
         groups = range(0, len(found), self._capacity)
         cuts = np.searchsorted(number[order], [*groups, len(found)])

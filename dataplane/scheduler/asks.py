@@ -1,4 +1,4 @@
-"""Blocks that neighbours request from this node. Each is read if it is not in memory, and lent
+"""Blocks that neighbours request from this node. A block is read if it is not in memory, and lent
 while it is sent.
 
     requested ──in memory──────────> lent ──sent──> over
@@ -8,9 +8,9 @@ while it is sent.
 Invariants:
 1. Every request is answered exactly once: with a region, with the size of the decoded block, or
    with a refusal. No request waits longer than its patience without a read in progress, no request
-   for a run of blocks waits for its read to begin, and no request waits for room. Room may come
-   only after this node's trainers have gone on; they may wait for the neighbour's trainers, or for
-   a block that this node has requested from that neighbour.
+   for a run of blocks waits for its read to begin, and no request waits for room: room may come
+   only after this node's trainers have gone on, and these may wait for the neighbour's trainers, or
+   for a block that this node has requested from that neighbour.
 2. A lent block is neither freed nor written until its sending has ended.
 3. For a block that no task of this node waits for, nothing is evicted that an open stream needs,
    except blocks already sent to other neighbours: the neighbour can read the block itself.
@@ -68,7 +68,8 @@ class Borrowed:
 
 _ASKS_MAX = 4096
 PATIENCE_S = 0.25
-"""After this time the neighbour had better read the block itself: its trainers may wait for it."""
+"""After this time a request is refused: the neighbour had better read the block itself, since its
+trainers may wait for the block."""
 
 
 _Name = tuple[int, int]
@@ -137,7 +138,9 @@ class Asks:
             self._blocks.holdings.sent(block)
 
     def load(self) -> None:
-        """Begin to read requested blocks, and refuse those for which there is no room."""
+        """Begin to read requested blocks, and refuse requests for blocks for which there is no
+        room.
+        """
         while self._idle and self._blocks.fetches.may_begin():
             waiting = self._waiting[next(iter(self._idle))]
             del self._idle[waiting.name]
@@ -152,10 +155,11 @@ class Asks:
                 self._refuse(waiting)
 
     def refuse_idle_of_runs(self) -> None:
-        """Refuse requests for runs whose blocks are not being read, since other blocks wait for
-        them.
+        """Refuse requests for runs whose blocks are not being read, since the other blocks of a run
+        wait for these.
         """
-        # Not all of them: thousands may be being read, and this is called for each event.
+        # Examine only requests whose reads have not begun: thousands of blocks may be being read,
+        # and this is called for each event.
         for name in sorted(self._idle.keys() & self._of_runs):
             waiting = self._waiting[name]
             if self._blocks.find(waiting.dataset, waiting.index) is not None:
@@ -171,7 +175,7 @@ class Asks:
                 self._forget(waiting)
 
     def block_changed(self, changed: BlockChange) -> None:
-        """Answer the requests that wait for this block."""
+        """Answer the requests that wait for this block, if the change decides them."""
         waiting = self._waiting.get((changed.dataset.dataset_id, changed.index))
         if waiting is None:
             return

@@ -1,19 +1,19 @@
 """Decides how many workers and fetchers a node has, from their activity since the last look. Pure.
 
 Invariants of workers:
-1. Never fewer than `least`, never more than `most`.
-2. Workers are added only while all are busy and a trainer waits: then as many as there may be, so
-   that they help at once. Those that did not help are removed again. If none did, the next attempt
-   comes after a delay that grows each time.
+1. There are at least `least` workers, and at most `most`.
+2. Workers are added only while all are busy and a trainer waits: then up to `most` at once, so that
+   they help soon. Workers that did not help are removed again. If no added worker helped, the next
+   attempt comes after a delay that grows each time.
 3. Other workers are removed only if they were not needed for `CALM_LOOKS` looks.
 
 Invariants of fetchers:
-1. Never fewer than one, never more than `most`.
-2. As many fetchers as there are are added while reads are under way and they use most of a
+1. There is at least one fetcher, and there are at most `most`.
+2. The number of fetchers is doubled while reads are under way and the fetchers use most of a
    processor each, or while reads wait because each fetcher has as many as it may have: a link of
-   which one fetcher reads a fourth is full a second after the first look. One that is not needed
-   costs a fork, of some milliseconds.
-3. They are removed only if they were not needed for `CALM_LOOKS` looks.
+   which one fetcher reads a fourth is full a second after the first look. A fetcher that is not
+   needed costs a fork, of some milliseconds.
+3. Fetchers are removed only if they were not needed for `CALM_LOOKS` looks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ BUSY_SHARE = 0.7
 _AT_WORK = 0.9
 _GAIN_MIN = 1.05
 _BESIDE = 1.25
-"""So many times as many workers stay as would do, if each made as much as before."""
+"""After a trial that helped, this many times as many workers stay as would suffice if each made as
+much as before."""
 
 
 class Utilization(Struct, frozen=True):
@@ -79,10 +80,10 @@ class Autoscaler(Struct, frozen=True):
             pause=max(self.pause - 1, 0),
         )
         if seen.trial:
-            return seen._tried()  # noqa: SLF001 - its own kind
+            return seen._tried()  # noqa: SLF001 - the same class
         if seen.hungry >= HUNGRY_LOOKS and not seen.pause and seen.count < seen.most:
-            return seen._more()  # noqa: SLF001 - its own kind
-        return seen._fewer() if seen.calm >= CALM_LOOKS else seen  # noqa: SLF001 - its own kind
+            return seen._more()  # noqa: SLF001 - the same class
+        return seen._fewer() if seen.calm >= CALM_LOOKS else seen  # noqa: SLF001 - the same class
 
     def _rate(self, looks: int) -> float:
         rates = self.rates[-looks:]
@@ -120,7 +121,7 @@ class Autoscaler(Struct, frozen=True):
         )
 
     def _fewer(self) -> Autoscaler:
-        # One more than were busy on average, so that the next slab finds an idle worker.
+        # Keep one worker more than were busy on average, so that the next slab finds an idle one.
         wanted = max(min(math.ceil(self.needed) + 1, self.count), self.least)
         return replace(self, count=wanted, calm=0, needed=0.0)
 

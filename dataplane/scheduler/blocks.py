@@ -7,14 +7,16 @@ Invariants:
 1. A block is never loaded twice at the same time, however many tasks wait for it (single flight).
 2. The memory of a block is not reused while the block is pinned, or while a fetch or a worker
    writes it.
-3. Of the blocks whose memory is of use, the one evicted first is that which the plan needs last
-   (`room.py`), after all that is not needed. For one that is read ahead, none goes that is needed
-   sooner or that a neighbour waits for, nor, unless the store is idle (`holdings.py`), a task.
+3. Of the blocks whose memory helps, those that nobody needs are evicted first, then those that the
+   plan needs last (`room.py`). For a block that is read ahead, no block is evicted that is needed
+   sooner or that neighbours may request; nor, unless the store is idle (`holdings.py`), one that a
+   task needs.
 4. A block's key is never used again, so that a worker cannot take a new block for an old one.
 5. Restart indexes only use free memory: nothing is evicted for them, and they are evicted with
    their block. None are added while the arena `is_short` of room for a task.
-6. A block is read in one request with another only if a task lacks it, and has room as one that no
-   task waits for. Where room is scarce, each is read by itself.
+6. A block joins the request of the block before it only if a task or a neighbour lacks it, and if
+   there is room for it as for a block that is read ahead. Where room is scarce, each block is read
+   by itself.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ _PERIOD_S_MAX = 3600.0
 
 
 class _Count(Struct):
-    """The count of one dataset, since it was last logged."""
+    """The count of one dataset's blocks since the last line in the log."""
 
     since: float
     period_s: float = _FIRST_S
@@ -106,8 +108,8 @@ class ReadAgain:
 
 
 class BlockTable:
-    """Every block of the node. `do` emits an effect. Changes of blocks are collected in `changes`
-    until `take_changes`.
+    """Every block of the node. `do` emits an effect. Changes of blocks are collected until
+    `take_changes`.
     """
 
     def __init__(
@@ -131,12 +133,14 @@ class BlockTable:
         self.forgotten: set[int] = set()
         """Datasets whose readers are gone."""
         self._lent_raw: dict[int, Region] = {}
-        """Memory of blocks that is sent to neighbours, but is the blocks' no longer, by key."""
+        """Raw bytes that are still being sent to neighbours, although their block no longer needs
+        them, by the block's key."""
         self._elsewhere: dict[tuple[int, int], int] = {}
         """Blocks that a neighbour has, but only decoded, and their sizes."""
         self._again = ReadAgain(self.arena_bytes, do)
         self.evicted_count = self.evicted_open_count = 0
-        """Blocks that made way for others, and those of them that will be read again."""
+        """The number of blocks that made way for others, and how many of these will be
+        read again."""
         self.room = Room(allocator, shared, self._orders.uses, self.give_way, waiting)
         self._keys = itertools.count(1)
         self._touches = itertools.count(1)
@@ -152,12 +156,12 @@ class BlockTable:
         return self._fetching + self._decoding
 
     def pin(self, dataset: DatasetBlocks, blocks: Ints) -> None:
-        """Pin these blocks. All of them are ready, and none is listed twice."""
+        """Pin these blocks, which are all ready and listed once."""
         dataset.marks.pins[blocks] += 1
         dataset.marks.touched[blocks] = next(self._touches)
 
     def unpin(self, dataset: DatasetBlocks, blocks: Ints) -> None:
-        """Remove one pin from each."""
+        """Remove one pin from each of these blocks."""
         dataset.marks.pins[blocks] -= 1
         self.room.unpinned()
         if dataset.dataset_id in self.forgotten:
@@ -167,11 +171,11 @@ class BlockTable:
                     self.evict(block)
 
     def block(self, key: int) -> CachedBlock:
-        """The block with this key, which is in memory or being loaded."""
+        """Return the block with this key, which is in memory or being loaded."""
         return self._by_key[key]
 
     def find(self, dataset: DatasetBlocks, index: int) -> CachedBlock | None:
-        """Return a block, if it is in memory or being loaded."""
+        """Return a block that is in memory or being loaded; None if it is neither."""
         return self._blocks.get((dataset.dataset_id, index))
 
     def new_key(self) -> int:
@@ -179,7 +183,7 @@ class BlockTable:
         return next(self._keys)
 
     def take_changes(self) -> list[BlockChange]:
-        """The changes since the last call."""
+        """Return the changes since the last call."""
         changes, self._changes = self._changes, []
         return changes
 
@@ -242,7 +246,7 @@ class BlockTable:
             self._shared.evict(spare)
 
     def forget_dataset(self, dataset: DatasetBlocks) -> None:
-        """The dataset has no readers left: drop its blocks as soon as they are unused."""
+        """Drop the blocks of a dataset that has no readers left, as soon as they are unused."""
         self.forgotten.add(dataset.dataset_id)
         self._again.forget(dataset.dataset_id)
         self._elsewhere = {k: v for k, v in self._elsewhere.items() if k[0] != dataset.dataset_id}
@@ -251,7 +255,7 @@ class BlockTable:
             self.evict(block)
 
     def inherit(self, event: BlocksInherited) -> None:
-        """Turn the blocks of one dataset into those of another, under new keys: workers know the
+        """Turn the blocks of one dataset into blocks of another, under new keys: workers know the
         old keys as blocks of the former dataset.
         """
         heir, former = event.heir, event.former
@@ -347,7 +351,7 @@ class BlockTable:
         if event.decoded_bytes:
             self._elsewhere[dataset.dataset_id, block.index] = event.decoded_bytes
         if event.decoded_bytes or event.is_away:
-            self.evict(block)  # and it is fetched again, for as long as trainers wait
+            self.evict(block)  # the block is fetched again as long as trainers wait for it
         elif event.error is not None:
             self._fail(block, event.error)
         else:
@@ -410,7 +414,8 @@ class BlockTable:
             return
         self._allocator.free(block.decoded.offset)
         block.decoded = None
-        # At once if there is room: the worker that has decoded it still has it.
+        # Decode at once if there is room: the worker that has decoded the block still has it in
+        # memory.
         if self._decode(block, greedy=False, away=0):
             return
         if block.raw is None:
@@ -420,7 +425,7 @@ class BlockTable:
             self._wait_for_room(block)
 
     def _wait_for_room(self, block: CachedBlock) -> None:
-        """Decode a block at once if there is room, since it takes least memory once it is decoded;
+        """Decode a block at once if it has room for that, since a decoded block takes less memory;
         else let it wait.
         """
         block.phase = BlockPhase.FETCHED

@@ -10,8 +10,9 @@ from dataplane.model.errors import BudgetTooSmall
 
 
 def block_too_large(url: str, need: int, budget: int) -> BudgetTooSmall:
-    """One block, raw and decoded together, does not fit into the block arena. The advice makes room
-    for two: the next one is fetched meanwhile, and decoded sizes in the index are estimates.
+    """Return the error for a block that does not fit into the block arena, raw and decoded
+    together. The advice makes room for two blocks: the next one is fetched meanwhile, and decoded
+    sizes in the index are estimates.
     """
     return BudgetTooSmall(
         f"{url}: one block takes {need} bytes on its way through memory, and the block arena has "
@@ -26,8 +27,9 @@ def block_too_large(url: str, need: int, budget: int) -> BudgetTooSmall:
 def batch_larger_than_arena(
     rows_bytes: int, block_bytes: int, together: int, budget: int
 ) -> BudgetTooSmall:
-    """The rows of one batch do not fit into the block arena beside the block that they come from.
-    The advice makes room for all blocks of the batch together, so that each is read once.
+    """Return the error for a batch whose rows do not fit into the block arena beside the block that
+    they come from. The advice makes room for all blocks of the batch together, so that each is read
+    once.
     """
     return BudgetTooSmall(
         f"the rows of one batch take {rows_bytes} bytes beside a block of {block_bytes}, and the "
@@ -39,7 +41,7 @@ def batch_larger_than_arena(
 
 
 def batch_too_large(step: int, need: int, budget: int) -> BudgetTooSmall:
-    """One batch fits into no slot, nor into the zone."""
+    """Return the error for a batch that fits neither into a slot nor into the zone."""
     room = raise_to("delivery_bytes_per_rank", arena_bytes_of_zone(need))
     return BudgetTooSmall(
         f"the batch of step {step} takes {need} bytes and its slab has {budget}: {room}, or make "
@@ -52,7 +54,7 @@ def batch_too_large(step: int, need: int, budget: int) -> BudgetTooSmall:
 def rank_takes_too_much(
     layout: SlotLayout, batch_bytes: int, slab_bytes: int, budget: int
 ) -> BudgetTooSmall:
-    """The slots of one rank take more memory than a node allows it."""
+    """Return the error for a rank whose slots take more memory than the node allows."""
     what, advice = (
         (f"batches of about {batch_bytes}", "make the batch smaller")
         if batch_bytes > slab_bytes

@@ -17,16 +17,16 @@ from dataplane.rpc.messages import StageTimes
 #
 # Predict the decoded sizes of blocks from those decoded so far. Pure.
 #
-# The index errs on the large side, by a quarter for much Parquet, and by much more for compressed
-# text. Memory reserved in vain is of no use to others either: the gap that a block leaves when it
-# turns out shorter is too short for the next one.
+# The sizes in the index are too large: by a quarter for much Parquet, by far more for compressed
+# text. Memory that is reserved in vain is lost to other blocks, too: the gap that remains when a
+# block turns out shorter is too short for the next block.
 #
 # Invariants:
 # 1. The predicted share of the indexed size is the largest share so far, and slightly more if
-#    shares differ, but at most 1. So one odd block does not make others seem too large for the
-# arena.
-# 2. A block that is larger than predicted is decoded twice. Since shares then differ more, this
-#    becomes ever less likely: only a few blocks are decoded twice, however many there are.
+#    shares differ, but at most 1. So one odd block does not make other blocks seem too large for
+#    the arena.
+# 2. A block that is larger than predicted is decoded twice. Since shares then differ more, a second
+#    decoding becomes ever less likely: only a few blocks are decoded twice, however many there are.
 
 _Ints = npt.NDArray[np.int64]
 
@@ -71,15 +71,14 @@ class DecodedParts(Struct, eq=False):
 #
 # Choose the blocks of a shard that are read in one request. Pure.
 #
-# A request takes as much processor time as three quarters of a MiB of its bytes, and one round
-# trip. So small blocks that lie next to each other, and are wanted at the same time, are read
-# together.
+# Each request costs one round trip, and as much processor time as reading three quarters of a MiB.
+# So small blocks that lie next to each other, and are wanted at the same time, are read together.
 #
 # Invariants:
 # 1. The blocks of a request lie in one shard, in the order of their bytes, and are neighbours in
 #    the dataset.
-# 2. A request of several blocks has at most JOINED_BYTES_MAX, gaps included. Gaps between blocks
-#    are too short to be skipped within a block, either.
+# 2. A request of several blocks has at most JOINED_BYTES_MAX, gaps included. Gaps between its
+#    blocks are shorter than those that are skipped within a block.
 # 3. Finding each next block takes constant time.
 
 JOINED_BYTES_MAX = 2 << 20
@@ -111,7 +110,7 @@ class BlockPlaces(Struct, frozen=True, eq=False):
         return length if self.hole_bytes is None else length - self.hole_bytes[blocks]
 
     def read_count(self, block: int) -> int:
-        """Return how many requests a block takes alone, if none is too long."""
+        """Return how many requests a block takes by itself, if no request is too long."""
         return 1 + _number_of(self.hole_count, block)
 
     def following(self, block: int) -> Iterator[int]:
@@ -149,9 +148,9 @@ class Stamps(Struct, eq=False):
     planned: float
     fetched: float = 0.0
     gathered_from: float = 0.0
-    """All of its blocks were ready."""
+    """When all of its blocks were ready."""
     wanted: float = 0.0
-    """Another node was to make it; there may have been none that did."""
+    """When another node was to make the slab, even if no node could."""
     slotted: float = 0.0
     started: float = 0.0
     made: float = 0.0
@@ -165,7 +164,7 @@ class Stamps(Struct, eq=False):
 
     def stages(self, now: float) -> tuple[int, ...]:
         """Return (fetch, decode, room, queue, assemble, ready) as in StageTimes. Their sum is the
-        time from plan to `now`, also if some times are missing or out of order. The wait for a node
+        time from plan to `now`, even if some times are missing or out of order. The wait for a node
         that makes the slab counts as `queue`.
         """
         room = min(self.wanted, self.slotted) if self.wanted else self.slotted
@@ -185,13 +184,13 @@ class Account(Struct, eq=False):
     decoding_s: float = 0.0
     disk_us: int = 0
     disk_bytes: int = 0
-    """The bytes read that the node's own disk had."""
+    """The bytes that were read from the node's own disk."""
     neighbour_bytes: int = 0
-    """The bytes read that neighbours gave."""
+    """The bytes that were read from neighbours."""
     memory_bytes: int = 0
-    """The bytes that were needed and not read, since they were in memory."""
+    """The bytes that were needed but not read, since they were in memory."""
     advanced_at: float = 0.0
-    """When something was done for the dataset last."""
+    """When something was last done for the dataset."""
     _reading_s: float = 0.0
     _reads: int = 0
     _reading_since: float = 0.0
@@ -277,7 +276,7 @@ class Marks(Struct, frozen=True, eq=False):
 
     @classmethod
     def of(cls, raw: Ints, decoded: Ints, is_remote: npt.NDArray[np.bool_]) -> Self:
-        """The marks of blocks that are not in memory yet."""
+        """Return the marks of blocks that are not in memory yet."""
         keys, pins, touched, wanted, held = np.zeros((5, len(raw)), np.int64)
         fetched, used = np.zeros(len(raw)), np.full(len(raw), -1.0)
         is_exact = np.zeros(len(raw), np.bool_)
@@ -383,7 +382,7 @@ class DatasetPart(NamedTuple):
 
 class DatasetLookup:
     """The datasets that an order covers, each once. The order numbers their blocks consecutively:
-    first those of the first dataset, then those of the next.
+    first the blocks of the first dataset, then the blocks of the next.
 
     Shapes:  starts: int64[datasets + 1], the number of the first block of each.
     """
@@ -413,12 +412,12 @@ class DatasetLookup:
         return self.datasets[at], number - int(self.starts[at])
 
     def name(self, number: int) -> BlockName:
-        """The name of a block of the order."""
+        """Return the name of a block of the order."""
         dataset, block = self.find(number)
         return BlockName(dataset.dataset_id, block)
 
     def parts(self, numbers: Ints) -> Sequence[DatasetPart]:
-        """Blocks of the order, grouped by dataset, without empty groups.
+        """Group blocks of the order by dataset, without empty groups.
 
         Shapes:  numbers: int64[n], rising.
         """
@@ -432,7 +431,7 @@ class DatasetLookup:
         ]
 
     def keys(self, numbers: Ints) -> Ints:
-        """The key of each of these blocks while rows can be gathered from it, or 0.
+        """Return the key of each of these blocks while rows can be gathered from it, or 0.
 
         Shapes:  numbers: int64[n], rising.   result: int64[n].
         """

@@ -1,17 +1,17 @@
-"""Decides which blocks a node keeps on its disk: those that are needed again soonest. Pure.
+"""Decides which blocks a node keeps on its disk: the blocks that are needed again soonest. Pure.
 
-As in memory (next_use.py), the plan gives the future. A block that is in memory was fetched for the
-epoch that is being read, so what counts for it is the next need after that one: that of the next
-epoch, or of a job with another order. If that comes so soon that memory keeps the block until then,
-it need not take room on a disk that cannot hold everything.
+As in memory (next_use.py), the plan says when a block is needed next. A block that is in memory was
+fetched for the epoch that is being read, so the next need after that epoch counts: in the next
+epoch, or in a job with another order. If that need comes so soon that memory keeps the block until
+then, the block takes no room on a disk that cannot hold everything.
 
 Invariants:
-1. Files, those that are being written, and those that are being removed take at most `limit_bytes`
-   together, once what earlier runs have left was reported and reduced to that.
-2. A block is kept in place of blocks that no job reads, or of blocks that are needed later than it.
-3. To find those, `_LOOKED_AT` blocks are looked at, however many there are: all of them if there
-   are no more, else others each time, spread evenly.
-4. Nothing is chosen before all that earlier runs have left is known.
+1. All files, including those that are being written or removed, take at most `limit_bytes`
+   together, once the files of earlier runs were reported and reduced to that.
+2. A block is kept in place of blocks that no job reads, or that are needed later than it.
+3. To find blocks that are needed later, at most `_LOOKED_AT` blocks are examined. If there are
+   more, different ones are examined each time, spread evenly.
+4. No block is chosen before all files of earlier runs are known.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _HEADER_BYTES = 64
 _LOOKED_AT = 1024
 _REMEMBERED = 32
 _GOING_MAX = 64
-"""Blocks that go for one."""
+"""The most blocks that are removed to make room for one."""
 _GOLDEN = 0.618
 _HELD_SHARE = 0.75
 """The part of the arena that blocks for the next epoch take at least, beside open windows."""
@@ -78,7 +78,7 @@ class _Shelf(Struct, eq=False):
     looked: int = 0
     raw_bytes: int = 0
     kept_bytes: int = 0
-    """The bytes that the whole dataset takes on disk, and in memory."""
+    """`raw_bytes` and `kept_bytes`: what the whole dataset takes on disk and in memory."""
 
     def add(self, block: int, size: int) -> None:
         self.places[block] = len(self.blocks)
@@ -95,7 +95,7 @@ class _Shelf(Struct, eq=False):
         return removed
 
     def some(self, count: int) -> Ints:
-        """Return all blocks, or `count` different ones at each call."""
+        """Return `count` blocks, different ones at each call; all blocks if there are no more."""
         have = len(self.blocks)
         if have <= count:
             return np.array(self.blocks, np.int64)
@@ -106,8 +106,8 @@ class _Shelf(Struct, eq=False):
 
 
 class DiskTier:
-    """The disk of one node. `readings` returns where the readers of a dataset are; the node's
-    memory for blocks is given, too.
+    """The disk of one node. `readings` returns where the readers of a dataset are; `memory_bytes`
+    is the node's memory for blocks.
     """
 
     def __init__(self, limit_bytes: int, memory_bytes: int, readings: Readings) -> None:
@@ -115,10 +115,10 @@ class DiskTier:
         self._readings = readings
         self._read: dict[bytes, _Shelf] = {}
         self._unread: OrderedDict[bytes, _Shelf] = OrderedDict()
-        """Shelves of datasets that no job reads, those read last at the end."""
+        """Shelves of datasets that no job reads; the datasets that were read last come last."""
         self._changes: dict[DiskName, Change] = {}
         self._farthest: list[tuple[int, DiskName]] = []
-        """Blocks that are needed late, as of when they were written or looked at, the last ones at
+        """Blocks whose next use was late when they were written or examined, the latest at
         the end."""
         self.used_bytes = 0
         self.is_scanned = self.is_known = False
@@ -128,7 +128,7 @@ class DiskTier:
         """The part of all blocks that this node owns, and keeps for the next epoch."""
 
     def __len__(self) -> int:
-        """How many blocks there are."""
+        """Return how many blocks there are."""
         shelves = [*self._read.values(), *self._unread.values()]
         return sum(len(shelf.blocks) for shelf in shelves)
 
@@ -222,7 +222,7 @@ class DiskTier:
         return change
 
     def _shelf(self, dataset: DatasetBlocks) -> _Shelf:
-        """The shelf of a dataset that is read."""
+        """Return the shelf of a dataset that is read."""
         shelf = self._read.get(dataset.digest)
         if shelf is None:
             shelf = self._unread.pop(dataset.digest, None) or _Shelf(dataset.digest)
@@ -244,8 +244,8 @@ class DiskTier:
     # -- what goes -------------------------------------------------------------------------------
 
     def _make_way(self, need: int, shelf: _Shelf, block: int) -> list[tuple[DiskName, int]] | None:
-        """Choose the blocks to remove so that this block gets `need` bytes, and stop counting them;
-        None if too many of them are needed sooner than it.
+        """Choose blocks whose removal gives this block `need` bytes, and take them off their
+        shelves; return None if too few blocks are needed later than this one.
         """
         going: list[tuple[DiskName, int]] = []
         if need <= 0:

@@ -1,12 +1,13 @@
 """Choose which maker makes which slab task. Pure.
 
 The node's own workers count as one maker, if there are any. A task goes to the maker that should
-finish it first, judged by the speed of each so far and by its remaining work.
+finish it first, judged by the speed of each maker so far and by its remaining work.
 
 Invariants:
-1. A task has one maker at a time. If that is another node, the task needs no block.
-2. A maker that fails is left alone, longer each time; then it gets one slab to make, until it sends
-   one. Its tasks go to other makers, so no task is lost.
+1. A task has one maker at a time. If the maker is another node, the task needs no block.
+2. A maker that fails is left alone, longer each time; then it gets one slab to make, and no other
+   until it has sent that one. The tasks of a maker that fails go to other makers, so no task is
+   lost.
 3. A node without workers has every slab made elsewhere. Other nodes do this only while they are
    short of workers, and only for slabs that are not shared with other consumers.
 4. However many makers there are, few are considered for one dp_rank, and different ones for each.
@@ -30,26 +31,30 @@ from dataplane.scheduler.events import GiveUpSlab, MakeElsewhere, MakersKnown, S
 from dataplane.scheduler.records import KnownMaker, Moment, SlabPhase, SlabTask
 
 HUNGRY_LOOKS = 4
-"""Looks in which a trainer waits and no worker can be added, before a node is short of workers."""
+"""After this many looks in a row in which a trainer waits and no worker can be added, a node is
+short of workers."""
 CALM_LOOKS = 60
-"""Looks in which its own workers could have made every slab, before it no longer is."""
+"""After this many looks in a row in which its own workers could have made every slab, a node is no
+longer short of workers."""
 COMING_MAX = 16
-"""So many of its next slabs a maker is told of."""
+"""The most upcoming slabs that a maker is told in advance."""
 AT_ONCE_MAX = 8
-"""So many makers are considered for a task."""
+"""The most makers that are considered for a task."""
 _LOOKED_AT_MAX = 64
-"""So many are looked at for that: others are left alone now."""
+"""The most makers that are examined to find these: some may be left alone now."""
 _AT_WORK = 0.9
 SILENT_S = 3.0
-"""A slab from time to time is late, and is hedged long before."""
+"""The least time after which a maker is silent: a slab from time to time is late, and is hedged
+long before that."""
 FIRST_S = 20.0
-"""For a slab while it is not known how long slabs take: the first one may wait for many blocks."""
+"""The time after which a maker is silent while it is unknown how long slabs take: the first slab
+may wait for many blocks."""
 _SILENT_FACTOR = 4.0
-"""How many times what a slab takes."""
+"""A maker is silent after this many times the usual time for a slab."""
 
 
 class _Makers(Struct):
-    """The makers of one delivery by name; those that failed last come last."""
+    """The makers of one delivery by name; makers that failed last come last."""
 
     by_name: dict[str, KnownMaker]
     is_sorted: bool = False
@@ -75,7 +80,7 @@ class Elsewhere:
         self._makers: dict[str, KnownMaker] = {}
         self._of_delivery: dict[int, _Makers] = {}
         self._asked: dict[int, SlabTask] = {}
-        """Tasks that other nodes do now, by number."""
+        """Tasks that other nodes have been asked to make, by number."""
         self._hungry = self._calm = 0
         self._made_here = self._made_elsewhere = 0
         self.is_short = not self.has_workers
@@ -102,7 +107,7 @@ class Elsewhere:
         self._made_here = self._made_elsewhere = 0
         if not self.has_workers:
             return
-        is_tried = bool(workers.trial)  # whether those that were just added help
+        is_tried = bool(workers.trial)  # workers were just added
         can_add = is_tried or (workers.count < workers.most and not workers.pause)
         is_busy = look.busy >= _AT_WORK * workers.count and not can_add
         is_hungry = look.is_awaited and is_busy
@@ -110,14 +115,15 @@ class Elsewhere:
         if not self.is_short:
             self.is_short, self._calm = self._hungry >= HUNGRY_LOOKS, 0
             return
-        # With others' help no trainer waits: would one wait without?
+        # While other nodes help, no trainer waits. Estimate how busy the own workers would be
+        # without that help, to find out whether a trainer would wait then.
         alone = look.busy * (here + elsewhere) / here if here else look.busy
         most = workers.most if can_add else workers.count
         self._calm = 0 if is_hungry or alone >= _AT_WORK * most else self._calm + 1
         self.is_short = self._calm < CALM_LOOKS
 
     def choose(self, task: SlabTask) -> None:
-        """Find a maker for a task that has none, or whose maker has gone or failed."""
+        """Find a maker for a task that has no maker, or whose maker has gone or failed."""
         if task.maker is not None and self._is_usable(task, task.maker):
             return
         self.leave(task)
@@ -147,12 +153,14 @@ class Elsewhere:
         return task.maker is not None and task.maker is not self._own
 
     def may_begin(self, task: SlabTask) -> bool:
-        """Whether the task's maker can get a request now; chooses another if it cannot."""
+        """Whether the task's maker can get a request now; if it cannot, another maker is chosen
+        first.
+        """
         self.choose(task)
         return task.maker is not self._nobody
 
     def order(self, task: SlabTask, slab: Region) -> MakeElsewhere:
-        """Return the request to the maker, which counts from now on."""
+        """Return the request to the maker; the request counts from now on."""
         maker = task.maker
         assert maker is not None
         assert maker.name
@@ -192,10 +200,11 @@ class Elsewhere:
                 self._failed(task, maker, str(result))
         elif event.made_by not in {"", maker.name}:
             maker.was_late(now)
-            self.leave(task)  # who has the rest, if it was cut, is not known here
+            self.leave(task)  # if the slab was cut, it is unknown who has the rest
         elif isinstance(result, tasks.Assembled) and result.batch_count:
             stamps = task.stamps
-            is_slow = not maker.name and stamps.gathered_from >= stamps.slotted  # for its blocks
+            # `is_slow`: the node's own workers waited for the slab's blocks rather than for a slot.
+            is_slow = not maker.name and stamps.gathered_from >= stamps.slotted
             maker.ended(result.batch_count, now, now - (maker.since if is_slow else stamps.slotted))
         if isinstance(result, tasks.Assembled):
             self._made_here += 0 if maker.name else result.batch_count
@@ -203,7 +212,7 @@ class Elsewhere:
         return isinstance(result, NeighbourGone)
 
     def given_up(self) -> Iterator[GiveUpSlab]:
-        """Yield the tasks whose makers are silent, and which others can make."""
+        """Yield the tasks whose makers are silent, and which another maker can make."""
         for task in self._asked.values():
             assert task.maker is not None
             known = (self._own, *itertools.islice(self._of(task).values(), _LOOKED_AT_MAX))
@@ -242,7 +251,7 @@ class Elsewhere:
         return makers.by_name
 
     def _may_leave(self, task: SlabTask) -> bool:
-        """Whether other nodes may make it."""
+        """Whether other nodes may make the task."""
         return self.is_short and not (self.has_workers and task.delivery.group is not None)
 
     def _usable(self, task: SlabTask) -> list[KnownMaker]:
@@ -274,7 +283,7 @@ class Elsewhere:
 
 
 def _coming(task: SlabTask) -> list[SlabTask]:
-    """Return the steps that the maker will be asked for next in this stream."""
+    """Return the tasks of this stream that the maker will be asked for next."""
     later = itertools.dropwhile(lambda one: one is not task, task.stream.tasks)
     same = (
         one
@@ -289,9 +298,8 @@ def _steps(task: SlabTask) -> StepRange:
 
 
 def _is_silent(maker: KnownMaker, task: SlabTask, usual_s: float, now: float) -> bool:
-    """Whether a maker has finished no slab since it got the request for this one, or for those
-    before, for much longer than a slab takes. Other makers take `usual_s` for a batch, 0 if
-    unknown.
+    """Whether a maker is silent: it has finished no slab for much longer than a slab takes, while
+    it had the request for this one. Other makers take `usual_s` for a batch, 0 if unknown.
     """
     slab_s = (maker.seconds or usual_s) * len(task.plan.batches)
     limit_s = max(SILENT_S, _SILENT_FACTOR * slab_s) if slab_s else FIRST_S

@@ -30,8 +30,8 @@ from dataplane.scheduler.walk import NO_PACKS, BlockPacks, Plan, Walk
 #
 # The scheduler's events and effects about the node's disk.
 #
-# The caller answers each KeepBlock with one KeepingEnded. Before anything is written to the disk,
-# it reports the blocks that it finds there, and again after each ScanDisk.
+# The caller answers each KeepBlock with one KeepingEnded. The caller reports the blocks that it
+# finds on the disk before anything is written there, and again after each ScanDisk.
 
 
 class DiskName(NamedTuple):
@@ -70,8 +70,8 @@ class DiskMissed(Struct, frozen=True):
 
 
 class KeepingEnded(Struct, frozen=True):
-    """Report the end of a KeepBlock: it is done, or `trouble` says why not. Its memory is no longer
-    read.
+    """Report the end of a KeepBlock: it is done, or `trouble` says why not. The block's memory is
+    no longer read.
     """
 
     number: int
@@ -82,8 +82,8 @@ DiskEvent = DiskFound | DiskScanned | DiskMissed | KeepingEnded
 
 
 class KeepBlock(Struct, frozen=True):
-    """Remove blocks from the disk, then write this part of the block arena as this block; nothing
-    if it is empty.
+    """Remove the blocks `instead_of` from the disk, then write `region` of the block arena as the
+    block `name`; write nothing if the region is empty.
     """
 
     number: int
@@ -125,10 +125,10 @@ class DatasetForgotten(Struct, frozen=True):
 
 
 class BlocksInherited(Struct, frozen=True):
-    """A dataset takes over equal blocks of a `former` one, which nobody reads any more: both the
-    facts about them and the copies in memory.
+    """The dataset `heir` takes over equal blocks of the dataset `former`, which nobody reads any
+    more: the facts about them, and their copies in memory.
 
-    Shapes:  blocks, formers: int64[n], their numbers in both.
+    Shapes:  blocks, formers: int64[n], the numbers of the blocks in `heir` and in `former`.
     """
 
     heir: DatasetBlocks
@@ -150,7 +150,7 @@ class StreamStarted(Struct, frozen=True):
 
 
 class StreamAdopted(Struct, frozen=True):
-    """The consumer asked for the stream that was opened ahead: it now has normal priority."""
+    """The consumer asked for a stream that was opened ahead: the stream now has normal priority."""
 
     stream_id: int
 
@@ -163,7 +163,7 @@ class NextOrderKnown(Struct, frozen=True):
 
 
 class StreamClosed(Struct, frozen=True):
-    """The consumer is gone, or has enough."""
+    """The consumer of a stream is gone, or wants no more slabs."""
 
     stream_id: int
 
@@ -351,7 +351,7 @@ class AssembleSlab(Struct, frozen=True):
     place in the delivery arena. `first` is the first of the slab's blocks, None for a batch without
     rows.
 
-    Shapes:  keys: the block of each of plan.blocks.
+    Shapes:  keys: the key of each block of plan.blocks.
     """
 
     number: int
@@ -369,8 +369,8 @@ class AssembleSlab(Struct, frozen=True):
 
 class MakeElsewhere(Struct, frozen=True):
     """Have a maker make the slab of these steps, and read it into this part of the delivery arena.
-    If it is late, have `hedge`, unless empty, make it too. The maker will be asked for the steps
-    `coming` next.
+    If the slab is late, have the maker `hedge`, unless empty, make it too. The maker will be asked
+    for the steps `coming` next.
     """
 
     number: int
@@ -385,7 +385,9 @@ class MakeElsewhere(Struct, frozen=True):
 
 
 class ExcerptRows(Struct, frozen=True):
-    """Rows of a block in rising order, the place of their excerpt, and the packs that they are."""
+    """Rows of a block in rising order, the place of their excerpt, and, if rows are packs, these
+    packs.
+    """
 
     into: Region
     rows: npt.NDArray[np.int32]
@@ -401,7 +403,9 @@ class ExtractRows(Struct, frozen=True):
 
 
 class CopyKept(Struct, frozen=True):
-    """Have a worker copy the kept copy of an equal slab; `first` is as in AssembleSlab."""
+    """Have a worker copy an equal slab, which is kept, into this slab; `first` is as in
+    AssembleSlab.
+    """
 
     number: int
     delivery_id: int
@@ -411,7 +415,7 @@ class CopyKept(Struct, frozen=True):
 
 
 class LendBlock(Struct, frozen=True):
-    """Send this part of the block arena to the neighbour that asked."""
+    """Send this part of the block arena to the neighbour that requested it."""
 
     number: int
     region: Region
@@ -439,8 +443,9 @@ class Send(Struct, frozen=True):
 
 
 class SlabProgress(Struct, frozen=True):
-    """The progress of a slab: its stage, for people, and how many of its blocks are ready. If it
-    waits for blocks, `phase` is that of some of them; None if they wait for memory.
+    """The progress of a slab: its stage, for people, and how many of its blocks are ready. If the
+    slab waits for blocks, `phase` is the phase of some of these blocks; None if they wait for
+    memory.
     """
 
     stage: str

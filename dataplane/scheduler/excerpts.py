@@ -1,16 +1,16 @@
 """Excerpts: rows of blocks that must leave memory although planned slabs still need them.
 
 If the block arena is smaller than the open windows, blocks are evicted while planned slabs need
-rows of them. A worker then first copies those rows: for each of these slabs it makes one *excerpt*,
-a small block. Slabs are assembled from excerpts and whole blocks alike. So a slab whose blocks do
-not fit into the arena together is made in several passes, and one reading of a block serves as many
-slabs as there is room for their rows.
+rows of them. A worker then first copies those rows: for each of these slabs, the worker makes one
+*excerpt*, a small block. Slabs are assembled from excerpts and whole blocks alike. So a slab whose
+blocks do not fit into the arena together is made in several passes, and one read of a block serves
+all slabs for whose rows there is room.
 
 Invariants:
-1. An excerpt is in memory as long as a task that waits or is assembled needs it.
+1. An excerpt stays in memory as long as a task that waits or is being assembled needs it.
 2. All excerpts are in one extent of the arena, so that they leave no gaps between blocks. It exists
    only if blocks were lost for lack of room, or one batch needs more blocks than fit.
-3. For the rows of a task, only excerpts of tasks that are needed later are dropped; for those of
+3. For the rows of a task, only excerpts of tasks that are needed later are dropped; for the rows of
    the head, excerpts of any other task that waits.
 4. A block is pinned while rows of it are copied.
 """
@@ -34,10 +34,11 @@ from dataplane.scheduler.events import Effect, ExcerptRows, ExtractRows, ForgetB
 from dataplane.scheduler.holdings import WaitingTasks
 from dataplane.scheduler.records import CachedBlock, Excerpt, SlabPhase, SlabTask
 
-# Rows may differ in size, so an excerpt gets an eighth more room than its rows take on average. One
-# that does not fit is made once more.
+# Give an excerpt an eighth more room than its rows take on average, since rows may differ in size.
+# An excerpt that does not fit is made again, with the room that it needs.
 _SPREAD_PARTS = 8
-# Looking for the rows of a block takes time on the event loop.
+# The most rows that are searched at once for the rows of one block: the search takes time on the
+# event loop.
 _SEARCHED_ROWS_MAX = 1 << 20
 
 
@@ -99,13 +100,13 @@ class Excerpts:
         return len(self._copying)
 
     def awaited(self) -> tuple[DatasetBlocks, ...]:
-        """The datasets of waiting tasks that have or get excerpts."""
+        """Return the datasets of waiting tasks that have or get excerpts."""
         getting = (part.task for copying in self._copying.values() for part in copying.parts)
         using = (task for task in (*self._holders, *getting) if task.phase is SlabPhase.WAITING)
         return tuple({dataset for task in using for dataset in task.datasets.datasets})
 
     def find(self, key: int) -> Excerpt | None:
-        """The excerpt with this key."""
+        """Return the excerpt with this key; None if there is none."""
         return self._by_key.get(key)
 
     # -- the pool --------------------------------------------------------------------------------
@@ -120,7 +121,9 @@ class Excerpts:
         return True
 
     def close(self) -> None:
-        """Drop the excerpts of all tasks that wait, and return the memory if none is in use."""
+        """Drop the excerpts of all tasks that wait, and give the memory back if no excerpt is in
+        use.
+        """
         for task in list(self._holders):
             if task.phase is SlabPhase.WAITING:
                 for number in list(task.excerpts):
@@ -153,7 +156,7 @@ class Excerpts:
         wanting = sorted(
             self._waiting.of_block(block.dataset, block.index), key=lambda task: task.rank
         )
-        if head in wanting:  # its rows are copied first, whatever its rank
+        if head in wanting:  # the head's rows are copied first, whatever its rank
             wanting = [head, *(task for task in wanting if task is not head)]
         parts: list[_Part] = []
         copied: list[ExcerptRows] = []
@@ -222,7 +225,8 @@ class Excerpts:
             assert isinstance(result, DataplaneError)
             for part in parts:
                 self._free(part.excerpt)
-            # Only one of the tasks may be at fault, so each is tried alone.
+            # Copy the rows of one task at a time from now on: only one of the tasks may be at
+            # fault.
             self._suspects.add(block.key)
             if len(parts) == 1 and parts[0].task.phase is SlabPhase.WAITING:
                 failures.append(Failure(parts[0].task, result))
@@ -279,7 +283,7 @@ class Excerpts:
             self._take(task, number)
 
     def _drop(self, task: SlabTask, number: int) -> None:
-        """Drop an excerpt whose room others need more."""
+        """Drop an excerpt whose room is needed more for another one."""
         excerpt = task.excerpts[number]
         self._take(task, number)
         if not excerpt.dataset.marks.keys[excerpt.index]:

@@ -6,12 +6,12 @@ first neighbour has it, the next neighbour causes another read; and if a node's 
 fills the arena, each neighbour reads for itself.
 
 Invariants:
-1. Blocks that wanted blocks would push out are not read ahead. Blocks being loaded take at most a
-   LOADING_PARTS-th of the arena, or are READS_MIN in number, since nothing can take their memory
-   back. If neighbours request blocks, they take at most an ASKED_LOADING_PARTS-th, or there is one,
-   and all wanted blocks leave a LENT_PARTS-th of it. If each block is read several times, there may
-   be one, too.
-2. The blocks sent last stay for other neighbours, up to a LENT_PARTS-th of the arena.
+1. A block is not read ahead if wanted blocks would push it out again. Blocks being loaded take at
+   most 1/LOADING_PARTS of the arena, or are at most READS_MIN in number, since nothing can take
+   their memory back. If neighbours request blocks, blocks being loaded take at most
+   1/ASKED_LOADING_PARTS, or there is only one, and all wanted blocks leave 1/LENT_PARTS of the
+   arena free. If each block is read several times, the number is one, too, instead of READS_MIN.
+2. The blocks sent last stay for other neighbours, up to 1/LENT_PARTS of the arena.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ LOADING_PARTS = 5
 ASKED_LOADING_PARTS = 8
 LENT_PARTS = 4
 READS_MIN = 2
-"""One block arrives while the next one is asked for, even if others are read again for that."""
+"""One block arrives while the next one is requested, even if other blocks are read again because of
+that."""
 _SEEN_MAX = 64
 _LOST_PARTS = 4
-"""Losing blocks is worth excerpts from this part of all that is read on."""
+"""Losses of blocks count only as far as they exceed 1/_LOST_PARTS of all bytes loaded."""
 
 
 class Holdings:
@@ -48,13 +49,15 @@ class Holdings:
         self.is_asked = False
         """Whether neighbours ask for blocks."""
         self.is_tight = False
-        """Whether blocks are read several times. One is fetched only if it can be decoded, even if
-        a task waits for it."""
+        """Whether blocks are read several times. A block is then fetched only if there is room to
+        decode it, even if a task waits for it."""
         self.loaded_bytes = 0
-        """The bytes of all blocks that have become ready, each time that one did."""
+        """The bytes of all blocks that have become ready, counted anew each time that a
+        block does."""
         self._lost_bytes = self._loaded_before = 0
         self.needs_excerpts = False
-        """Whether blocks are lost, or a batch needs more of them than fit."""
+        """Whether too many blocks are lost for lack of room, or a batch needs more blocks
+        than fit."""
 
     @property
     def is_idle(self) -> bool:
@@ -85,7 +88,7 @@ class Holdings:
         marks.wanted[blocks] += 1
 
     def want_no_more(self, dataset: DatasetBlocks, blocks: Ints) -> None:
-        """Note that one of these tasks no longer waits."""
+        """Note that one waiting task fewer needs rows of each of these blocks."""
         marks = dataset.marks
         marks.wanted[blocks] -= 1
         self._wanted_bytes -= int(marks.held[blocks[marks.wanted[blocks] == 0]].sum())
@@ -158,8 +161,8 @@ class Holdings:
 # -- waiting tasks -----------------------------------------------------------------------------
 #
 # Invariants:
-# 1. `missing` has the blocks that a waiting task still needs: those that are not ready, but for the
-#    ones of which the task has an excerpt. The blocks of `missing` that nobody loads are in `idle`.
+# 1. `missing` has the blocks that a waiting task still needs: those that are not ready and of which
+#    the task has no excerpt. `idle` has the blocks of `missing` that are not being loaded.
 
 
 class WaitingTasks:
@@ -172,7 +175,7 @@ class WaitingTasks:
         self._waiting: defaultdict[int, set[SlabTask]] = defaultdict(set)
 
     def of_block(self, dataset: DatasetBlocks, index: int) -> list[SlabTask]:
-        """The tasks that need rows of a block and have no excerpt of it."""
+        """Return the tasks that need rows of a block and have no excerpt of it."""
         found = []
         for task in self._waiting.get(dataset.dataset_id, ()):
             number = task.datasets.number(dataset, index)
@@ -181,7 +184,9 @@ class WaitingTasks:
         return found
 
     def is_lacked(self, dataset: DatasetBlocks, index: int) -> bool:
-        """Whether a task or a neighbour waits for a block to be loaded. A step for each task."""
+        """Whether a task or a neighbour waits for a block to be loaded. Takes a step for
+        each task.
+        """
         return (dataset.dataset_id, index) in self.requested or any(
             task.datasets.number(dataset, index) in task.idle
             for task in self._waiting.get(dataset.dataset_id, ())

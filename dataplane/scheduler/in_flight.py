@@ -1,10 +1,10 @@
 """Decides how many reads from object stores are in flight. Pure.
 
 A store that is far away, or gives each connection little, needs many reads in flight; one that is
-near needs few, and more of them only wait for each other. The number that is needed is bandwidth
-times the time of a read. While reads share a link, that time cannot be told from the time that they
-wait for each other, and both change. So the number is found by trial: it is doubled as long as
-twice as many reads bring more.
+near needs few, and more of them only wait for each other. The needed number is the bandwidth times
+the time of a read. While reads share a link, the time of a read cannot be told from the time that
+reads wait for each other, and both change. So the number is found by trial: it is doubled as long
+as twice as many reads bring more bytes per second.
 
 At first the trials follow the reads, as TCP's slow start does: a round is the time in which as many
 reads end as were in flight at its start, so a store that answers in 50 ms gets 16 times as many
@@ -12,12 +12,12 @@ reads within half a second. Rounds are short, and what they measure is rough. So
 bring nothing, the fewest that brought nearly as much are kept, and later trials take seconds.
 
 Invariants:
-1. Never fewer than at first, and never more than `most`.
+1. The number is never less than at first, and never more than `most`.
 2. The number is doubled only while a trainer waits and reads are held back. If that does not bring
-   more bytes per second the number before is kept; the next attempt comes after a delay that grows
-   each time.
-3. Small reads are mostly latency: up to SMALL_FETCHES times as many are in flight, as long as they
-   have fewer bytes than so many reads of FETCH_BYTES_MIN.
+   more bytes per second, the previous number is restored; the next attempt comes after a delay that
+   grows each time.
+3. Small reads are mostly latency: up to SMALL_FETCHES times as many are in flight, as long as all
+   of them together have fewer bytes than the allowed number of reads of FETCH_BYTES_MIN.
 4. Blocks that are read in one request count as one read, until all of them have ended.
 """
 
@@ -40,7 +40,7 @@ _ENDED_MIN = 16
 _PAUSE_LOOKS = 60
 _PAUSE_LOOKS_MAX = 3840
 _ROUND_S = 0.04
-"""A round takes at least as long: what ends in less depends on chance."""
+"""The least time of a round: which reads end in less time depends on chance."""
 
 
 class ReadLook(Struct, frozen=True):
@@ -57,8 +57,8 @@ class ReadLook(Struct, frozen=True):
 class ReadsInFlight(Struct, frozen=True):
     """The `limit` of reads, and the results of the last calls. While `trial` is not 0, a trial
     compares the rate of `limit` reads with `rate_before`, the rate of half as many; `trial` counts
-    its calls. While `is_starting`, `rates` are those of 1, 2, 4, ... times the initial number of
-    reads; `is_mixed`: some reads of this round began under a lower limit.
+    the calls of this trial. While `is_starting`, `rates` are those of 1, 2, 4, ... times the
+    initial number of reads; `is_mixed`: some reads of this round began under a lower limit.
     """
 
     limit: int
@@ -87,7 +87,8 @@ class ReadsInFlight(Struct, frozen=True):
         if not look.is_short or pause or self.limit == self.most:
             return replace(self, rates=(), ended=0, pause=pause)
         rates, ended = (*self.rates, look.bytes_per_s), self.ended + look.ended
-        # Few reads end in a look if they are slow: a rate is that of enough of them.
+        # Go on measuring until enough reads have ended: if reads are slow, few end between two
+        # looks.
         if len(rates) < HUNGRY_LOOKS or ended < _ENDED_MIN:
             return replace(self, rates=rates[-TRIAL_LOOKS_MAX:], ended=ended, pause=pause)
         return replace(
@@ -100,7 +101,7 @@ class ReadsInFlight(Struct, frozen=True):
         )
 
     def _started(self, look: ReadLook) -> ReadsInFlight:
-        if not look.is_short:  # its rate is what the trainer takes
+        if not look.is_short:  # the trainer limits the rate, not the reads
             return self
         if self.is_mixed:
             return replace(self, is_mixed=False)
@@ -115,7 +116,7 @@ class ReadsInFlight(Struct, frozen=True):
         return replace(self, limit=limit, is_starting=False, rates=())
 
     def _tried(self, look: ReadLook) -> ReadsInFlight:
-        if not look.is_short:  # so many are enough
+        if not look.is_short:  # the trainer no longer waits: this many reads are enough
             return replace(self, rates=(), ended=0, trial=0, pause_next=_PAUSE_LOOKS)
         seen = replace(
             self,
@@ -161,7 +162,7 @@ class FetchesInFlight:
         self._ended_bytes = 0
         self._was_held_back = False
         self._was_short = False
-        """A trainer waited while reads were held back, in this round."""
+        """Whether a trainer waited while reads were held back, in this round."""
         self._round_reads = 0
         self._looked: float | None = None
 
@@ -171,7 +172,7 @@ class FetchesInFlight:
         return self._allowed.limit
 
     def may_begin(self) -> bool:
-        """Whether one more fetch may begin; the caller has one."""
+        """Whether one more fetch may begin; the caller has one to begin."""
         may = self._has_room()
         self._was_held_back = self._was_held_back or not may
         return may
@@ -179,9 +180,9 @@ class FetchesInFlight:
     def began(
         self, key: int, length: int, read_count: int = 1, joined_to: int | None = None
     ) -> None:
-        """Note that the fetch of a block of this length has begun. It takes `read_count` reads, or
-        more if the block is too long for these. If `joined_to` is given, its first read is shared
-        with the block of that key.
+        """Note that the fetch of a block of this length has begun. The fetch takes `read_count`
+        reads, or more if the block is too long for these. If `joined_to` is given, the first read
+        is shared with the block of that key.
         """
         reads = max(read_count, -(-length // RANGE_BYTES))
         if joined_to is None:
@@ -194,7 +195,7 @@ class FetchesInFlight:
         self._bytes += length
 
     def ended(self, key: int, length: int) -> None:
-        """The fetch of a block of this length has ended."""
+        """Note that the fetch of a block of this length has ended."""
         request = self._requests.pop(key)
         request.blocks -= 1
         if not request.blocks:
@@ -212,7 +213,8 @@ class FetchesInFlight:
         """Note that all reads that may begin have begun. Cheap, unless a round is over."""
         if not self._allowed.is_starting:
             return
-        # At the end of a round, the trainer may just have got what it waited for.
+        # Remember that the trainer waited in this round: at the end of the round, the trainer may
+        # just have got a slab.
         self._was_short = self._was_short or (is_awaited and self._was_held_back)
         if not self._reads and not self._ended_reads:
             self._looked = None  # nothing was read: a round begins with the next read

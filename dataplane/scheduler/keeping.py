@@ -5,11 +5,12 @@
 
 Invariants:
 1. A block is on its way to trainers as if there were no disk: it is written while it is decoded and
-   used. For that at most an eighth of the arena is held, or four blocks if that is no more than a
-   quarter, or one. What waits to be written holds no memory, and is not written if that is gone.
-2. A disk that fails, or does not answer in time, is left alone for a while, longer each time. No
-   task fails because of it.
-3. A scan that fails is made again after that: until one has ended well, nothing is written.
+   used. Blocks being written hold at most an eighth of the arena, or four blocks if these are no
+   more than a quarter, or one block. Blocks that wait to be written hold no memory, and are not
+   written if their memory was freed meanwhile.
+2. A disk that fails, or does not answer in time, is not used for a pause, longer each time. No task
+   fails because of the disk.
+3. A scan that fails is repeated after that pause: until a scan has ended well, nothing is written.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ _PAUSE_S_MAX = 3600.0
 
 
 class _Write(Struct, frozen=True):
-    """A block that is being written; None if blocks are only removed."""
+    """A change that is being made; `block` is the one being written, None if blocks are only
+    removed.
+    """
 
     change: Change
     block: CachedBlock | None = None
@@ -71,13 +74,13 @@ class Keeping:
         self._do, self._time = do, time
         self._writes: dict[int, _Write] = {}
         self._waiting: deque[CachedBlock] = deque(maxlen=_WAITING_MAX)
-        """Blocks that may be written; their memory may be used for others meanwhile."""
+        """Blocks that may be written; their memory may be used for other blocks meanwhile."""
         self._written_bytes = 0
         self._numbers = itertools.count(1)
         self._writing = Faults("written")
         self._lost, self._told_at = 0, -math.inf
         self._guests = [0, 0]
-        """How many blocks were read that this node owns, and that others do."""
+        """How many of the blocks that were read this node owns, and how many other nodes own."""
 
     def look(self) -> None:
         """Handle a tick: the disk may be scanned again."""
@@ -183,7 +186,7 @@ class Keeping:
 
     def _failed(self, faults: Faults, trouble: str) -> None:
         if self._time.now < faults.until:
-            return  # it was under way when the disk failed
+            return  # this operation began before the disk failed
         faults.until = self._time.now + faults.pause_s
         facts = {"why": trouble, "pause_s": round(faults.pause_s)}
         self._note(f"the disk is not {faults.what} for a while", facts)

@@ -1,15 +1,16 @@
 """Finds the block in memory that is needed again last, without looking at all blocks. Pure.
 
-Source: L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", IBM
-Systems Journal 5(2), 1966. Caches usually have to guess future use; here the plan gives it.
+Source:  L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", IBM
+Systems Journal 5(2), 1966. Caches usually have to guess future use; here the plan tells when each
+block is needed.
 
 A reader of this epoch is not the last to need a block: the next epoch reads it again. So the order
 of the next epoch is a reader too, at a negative position: minus what is left of this epoch.
 
 The first and the last position at which an order may need a block never change; only readers move.
 So each block is in the heaps of one reader: of the readers that have not passed the block's last
-position, the one that reaches it first. A block is moved to another heap when that reader has
-passed it, and when it is about to be evicted but another reader is much closer by now.
+position, the reader that reaches the block first. A block is moved to another heap when that reader
+has passed it, and when it is about to be evicted but another reader is much closer by now.
 
 Invariants:
 1. Every block that was added and not removed is in `never`, or in the heaps of one reader.
@@ -60,11 +61,15 @@ class WalkPosition(NamedTuple):
 
     @property
     def name(self) -> Name:
-        """Equal for all readers that need the blocks of the dataset at the same positions."""
+        """A name that is equal for all readers that need the dataset's blocks at the same
+        positions.
+        """
         return id(self.order), self.first_block, self.is_open
 
     def spans(self, blocks: Sequence[int]) -> list[tuple[int, int]]:
-        """The first and the last position at which each block of the dataset may be needed."""
+        """Return the first and the last position at which each block of the dataset may be
+        needed.
+        """
         numbers = [block + self.first_block for block in blocks]
         first, last = self.order.block_span(np.array(numbers, np.int64))
         return list(zip(first.tolist(), last.tolist(), strict=True))
@@ -78,8 +83,9 @@ Spans = dict[int, tuple[int, int]]
 
 
 class _Reader(Struct, eq=False):
-    """`by_first` has (-first, key, serial) of this reader's blocks, `by_last` (last, key, serial).
-    Stale entries, of blocks that moved to another reader since, are skipped.
+    """A reader, and the heaps of its blocks: `by_first` has (-first, key, serial) of each block,
+    `by_last` (last, key, serial). Stale entries, of blocks that moved to another reader since, are
+    skipped.
     """
 
     position: int
@@ -106,7 +112,7 @@ class _Resident(Struct, eq=False):
     stands: dict[int, tuple[_Reader, int]] = field(default_factory=dict)
     serials: Iterator[int] = field(default_factory=itertools.count)
     horizon: int = 0
-    """A use after so many positions is beyond any open stream."""
+    """Uses at least this many positions away are beyond all open streams."""
     has_moved: bool = False
     """Whether examining one reader's blocks has moved some of them to another reader."""
 
@@ -210,8 +216,8 @@ class _Resident(Struct, eq=False):
                     _learn(self.spans[name][1], reading, blocks)
 
     def farthest_of(self, reader: _Reader) -> int:
-        """Return the next use of this reader's farthest block; 0 if it has none, or all of its
-        blocks may be needed at once.
+        """Return the next use of this reader's farthest block; 0 if the reader has no block, or all
+        of its blocks may be needed at once.
         """
         while reader.by_first:
             _, key, serial = reader.by_first[0]
@@ -235,7 +241,7 @@ class NextUse:
         self._count = 0
 
     def __len__(self) -> int:
-        """How many blocks there are."""
+        """Return how many blocks there are."""
         return self._count
 
     def add(self, block: CachedBlock) -> None:
@@ -256,7 +262,7 @@ class NextUse:
             del self._residents[block.dataset.dataset_id]
 
     def use_of(self, dataset: DatasetBlocks, index: int) -> int:
-        """Return how many positions away the next use of a block may be; NEVER if there is none."""
+        """Return how many positions away the next use of a block may be; NEVER if it has none."""
         spans: dict[Name, tuple[int, int]] = {}
         soonest = NEVER
         for reading in self._readings(dataset):
@@ -269,8 +275,8 @@ class NextUse:
         return soonest
 
     def orders_now(self, block: CachedBlock) -> tuple[SampleOrder, ...]:
-        """Return the orders in which open streams need a block: those being read, or else the one
-        that needs it first.
+        """Return the orders in which open streams need a block: the orders being read, or else the
+        order that needs the block first.
         """
         needs: list[tuple[int, WalkPosition]] = []
         for reading in self._readings(block.dataset):
@@ -291,8 +297,8 @@ class NextUse:
         return use == NEVER or use >= known
 
     def positions(self) -> Positions:
-        """The positions of the readers of all these blocks: the eviction order changes only with
-        them and the blocks.
+        """Return the positions of the readers of all these blocks: the eviction order changes only
+        if a position or the set of blocks does.
         """
         return tuple(
             (reading.number, reading.position)
@@ -301,7 +307,7 @@ class NextUse:
         )
 
     def farthest(self) -> Generator[tuple[CachedBlock, int], None, None]:
-        """Evictable blocks and how far away their next use is, the farthest first. Close the
+        """Yield evictable blocks and how far away their next use is, the farthest first. Close the
         iterator before any block is added or removed.
         """
         for resident in self._residents.values():
@@ -339,7 +345,7 @@ class NextUse:
 
     def _of_open_windows(self) -> Iterator[tuple[CachedBlock, int]]:
         """Yield blocks of open windows. A sorted order is used up before a new one is made: blocks
-        touched since come after all of it.
+        touched since come after the whole old order.
         """
         passed: list[tuple[int, CachedBlock]] = []
         try:
@@ -389,8 +395,8 @@ def _ranked(heads: Sequence[tuple[_Resident, _Reader]]) -> list[tuple[int, int]]
 
 
 def _learn(spans: Spans, reading: WalkPosition, blocks: Sequence[CachedBlock]) -> None:
-    """Look up the first and last position of these blocks. A block of a neighbour is only kept for
-    the epoch it was fetched for: the neighbour keeps it for the next one.
+    """Look up the first and last position of these blocks. A block that a neighbour owns is kept
+    only for the epoch for which it was fetched: the neighbour keeps the block for the next epoch.
     """
     if not blocks:
         return

@@ -1,5 +1,6 @@
-"""Decide when the next plans of a stream are made: several at once, as its slabs and the loading of
-their blocks need them. Decide when rows are copied into excerpts before their blocks go.
+"""Decide when the next plans of a stream are made: several at once, as the stream's slabs, and the
+loading of their blocks, need them. Decide when rows are copied into excerpts before their blocks
+are evicted.
 """
 
 from __future__ import annotations
@@ -21,23 +22,25 @@ from dataplane.scheduler.streams import StreamTable
 # together.
 #
 # Invariants:
-# 1. Nothing happens here as long as no blocks are lost for lack of room, and each batch's blocks
-#    fit.
+# 1. No rows are copied as long as no blocks are lost for lack of room, and the blocks of each batch
+#    fit into the arena together.
 # 2. The memory for excerpts leaves room for the largest block that a task lacks.
 
-# Slabs planned beyond those that are being made: their blocks are fetched meanwhile. More, if each
-# block is read several times: one reading serves all planned slabs.
+# The number of slabs that are planned beyond those being made, so that their blocks are fetched
+# meanwhile. If each block is read several times, more are planned: one read of a block then serves
+# all planned slabs.
 PLANS_AHEAD = 16
 _PLANS_AHEAD_MAX = 128
-# Blocks are loaded ahead for so many slabs beyond those that have slots.
+# The number of slabs, beyond those that have slots, for which blocks are loaded ahead while there
+# are excerpts.
 _NEAR_TASKS = 2
-# Rows of so many blocks are copied at once.
+# The number of blocks from which rows are copied at once.
 _COPYING_MAX = 2
 # The part of the arena that excerpts may take, and how many of the largest blocks fit beside them.
 _POOL_SHARE = 0.75
 _BLOCKS_BESIDE = 4
-# Rows that were planned but not copied yet take no room: excerpts of this many times the pool's
-# bytes may be planned.
+# How many times the pool's bytes may be planned as excerpts: rows that were not copied yet take no
+# room.
 _PLANNED_PARTS = 2
 
 
@@ -75,12 +78,12 @@ class Passes:
         return not self._excerpts.is_open or task.rank[0] <= near
 
     def look(self, head: SlabTask | None) -> bool:
-        """Take memory for excerpts if they are needed, and return it after the last reader. Return
-        whether blocks may have been evicted.
+        """Take memory for excerpts if they are needed, and give it back after the last reader.
+        Return whether blocks may have been evicted.
         """
         if self._excerpts.is_open:
             if not any(map(self._streams.of_dataset, self._opened_for)):
-                self._opened_for = self._excerpts.awaited()  # those of others who use them now
+                self._opened_for = self._excerpts.awaited()  # datasets of other tasks with excerpts
                 if not self._opened_for:
                     self._excerpts.close()
             return False
@@ -126,7 +129,7 @@ class Passes:
 
     def copy_rows_for(self, head: SlabTask) -> bool:
         """Handle a block of the head that found no room: have rows copied from blocks that could
-        make room, first from those that the head does not need. Return whether something was
+        make room, first from blocks that the head does not need. Return whether something was
         evicted.
         """
         has_evicted = False
@@ -170,8 +173,8 @@ class Planning:
         room += stream.delivery.ahead
         if stream.planning or stream.planned_all or not stream.walk.waiting_count:
             return
-        # Several plans per call, since each call wakes two threads; the first plans one by one, so
-        # that the first batch is early.
+        # Request several plans per call, since each call wakes two threads. Request the first plans
+        # one by one, so that the first batch is early.
         count = min(max(len(stream.tasks), 1), PLANS_TOGETHER, stream.walk.waiting_count)
         if room >= count:
             stream.planning = count

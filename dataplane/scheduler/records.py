@@ -44,13 +44,14 @@ class CachedBlock(Struct, eq=False):
     decoded: Region | None = None
     restart_indexes: Region | None = None
     lent: int = 0
-    """How many times it is being sent to a neighbour."""
+    """How many times the block is being sent to a neighbour."""
     guest_of: tuple[SampleOrder, ...] | None = None
-    """If a neighbour owns it, and keeps it for the next epoch: the orders that it is here for."""
+    """The orders for which the block is here, if a neighbour owns it and keeps it for the next
+    epoch."""
 
     @property
     def is_guest(self) -> bool:
-        """Whether a neighbour owns it."""
+        """Whether a neighbour owns the block."""
         return self.guest_of is not None
 
     def is_here_for(self, order: SampleOrder | None) -> bool:
@@ -80,7 +81,7 @@ class CachedBlock(Struct, eq=False):
 
     @property
     def kept_bytes(self) -> int:
-        """The size of its rows in the arena; 0 if they are gathered from a file."""
+        """The size of the block's rows in the arena; 0 if they are gathered from a file."""
         kept = self.decoded or self.raw
         return 0 if kept is None else kept.length
 
@@ -147,31 +148,33 @@ class SlabPhase(enum.Enum):
 
 
 _IN_TIME = 64
-"""After so many slabs that were in time, one fewer is made ahead."""
+"""After this many slabs in a row that were in time, one fewer is made ahead."""
 _NOT_AHEAD = 3
-"""Slots for what a trainer holds, and for the slab that it waits for: otherwise the rest of a slab
-that was cut would have to take the slot of another one, which is then made again.
+"""Slots that slabs made ahead do not take: for what a trainer holds, and for the slab that it waits
+for. Otherwise, the rest of a slab that was cut would have to take the slot of a finished slab,
+which would have to be made again.
 """
 _PAUSE_S, _PAUSE_S_MAX = 0.25, 10.0
 _LATE_MAX = 3
-"""So many times in a row another maker may be faster than the one that was asked first."""
+"""After another maker was faster this many times in a row, the maker that was asked first is left
+alone."""
 _WEIGHT = 0.25
 """The weight of the newest slab in the average time that a maker takes for a batch."""
 _SLOWER_MOST = 8.0
-"""How many times as slow as it is thought to be one slab may show a maker to be."""
+"""The time of one slab counts as at most this many times the estimate for its maker."""
 _AWAITED = 0.5
 _EARLIER, _FASTER = 0.95, 0.125
-"""How much faster it is thought to be after each slab that it had early, down to this part of the
-time between its slabs.
+"""After a slab that its maker had ready early, the estimate for the maker is multiplied by the
+first number, but not below the second number times the time since the maker's previous slab.
 """
 _FADING_S = 10.0
-"""After so long without work, half of what made a maker seem slow is forgotten."""
+"""After this long without work, half of what made a maker seem slow is forgotten."""
 
 
 class KnownMaker(Struct, eq=False):
-    """A node that makes slabs; an empty name stands for the node's own workers. It has `batches`
-    still to make, and takes `seconds` for one, 0 if unknown. Another node was `told` of some of its
-    batches, and `asked` for some of those.
+    """A node that makes slabs; an empty name stands for the node's own workers. The maker has
+    `batches` still to make, and takes `seconds` for one, 0 if unknown. If it is another node, it
+    knows of `told` of its batches, and has been asked for `asked` of those.
     """
 
     name: str
@@ -180,7 +183,7 @@ class KnownMaker(Struct, eq=False):
     asked: int = 0
     seconds: float = 0.0
     since: float = 0.0
-    """When it finished a slab last, or had none to make before."""
+    """When the maker last finished a slab, or got work after having none."""
     failures: int = 0
     late_count: int = 0
     left_alone_until: float = 0.0
@@ -202,10 +205,10 @@ class KnownMaker(Struct, eq=False):
 
     def ended(self, count: int, now: float, waited_s: float) -> None:
         """Note that the maker has made this many batches. If they were awaited only for a small
-        part of the time since the previous ones, it had them early, and may be faster than its rate
-        suggests. Its first slab says nothing, since the maker opens and reads the dataset for it. A
-        single late slab says little: a maker that gets no requests because it seems slow could
-        never prove otherwise.
+        part of the time since the previous batches, the maker had them ready early, and may be
+        faster than its rate suggests. Its first slab says nothing, since the maker opens and reads
+        the dataset for that slab. A single late slab says little: a maker that gets no requests
+        because it seems slow could never prove otherwise.
         """
         took = max(now - self.since, 0.0) / count
         took = min(took, _SLOWER_MOST * self.seconds) if self.seconds else took
@@ -227,8 +230,8 @@ class KnownMaker(Struct, eq=False):
         return usual_s + (self.seconds - usual_s) * float(left)
 
     def may_be_asked(self, now: float) -> bool:
-        """Whether the maker may get a request: not while it is left alone; then one slab, until
-        that has come.
+        """Whether the maker may get a request: none while it is left alone; after that, one slab at
+        a time until one has come.
         """
         return now >= self.left_alone_until and not (self.failures and self.asked)
 
@@ -252,12 +255,12 @@ class KnownMaker(Struct, eq=False):
 
 class SlabTask(Struct, eq=False):
     """A slab in progress for one stream. `missing` are its blocks that are not ready; `idle` are
-    those of them that are not being loaded, as far as known. A block of which the task has one of
-    the `excerpts` is not needed; `excerpt_bytes` are sizes of excerpts that proved too large for
-    their room. `rank` is its place in the order of need among all tasks. During assembly, `shared`
-    is the copy of it that will be kept, or the kept slab from which it is copied. `maker` makes it,
-    once that is decided, and `is_told` says whether that node knows. The node's own workers make it
-    in `pieces`.
+    the missing blocks that are not being loaded, as far as known. A block is not needed if
+    `excerpts` has an excerpt of it; `excerpt_bytes` are the sizes of excerpts that proved too large
+    for their room. `rank` is the task's place in the order of need among all tasks. During
+    assembly, `shared` is the copy of the slab that will be kept, or the kept slab that is copied.
+    `maker` makes the slab, once that is decided; `is_told` says whether that node knows. If the
+    node's own workers make the slab, they do so in `pieces`.
     """
 
     stream: StreamState
@@ -294,8 +297,8 @@ class SlabTask(Struct, eq=False):
 
     @property
     def keys(self) -> Ints:
-        """The sources of its rows: the key of an excerpt or block, 0 for a block that is
-        not ready.
+        """The key of an excerpt or block for each of the slab's blocks, 0 for a block that is not
+        ready.
         """
         blocks = self.plan.blocks
         found = self.datasets.keys(blocks)
@@ -308,20 +311,20 @@ class SlabTask(Struct, eq=False):
 
     @property
     def whole_blocks(self) -> Ints:
-        """The blocks of which it has no excerpt."""
+        """The blocks of which the task has no excerpt."""
         if not self.excerpts:
             return self.plan.blocks
         return np.setdiff1d(self.plan.blocks, [*self.excerpts], assume_unique=True)
 
     @property
     def largest_cost(self) -> int:
-        """The arena bytes that its largest block takes while it is decoded."""
+        """The arena bytes that the slab's largest block takes while it is decoded."""
         parts = self.datasets.parts(self.plan.blocks)
         return max((int(dataset.cost(blocks).max()) for dataset, blocks in parts), default=0)
 
     @property
     def memory_needed(self) -> int:
-        """The bytes of block arena that its blocks need together, as far as known."""
+        """The bytes of the block arena that the slab's blocks need together, as far as known."""
         kept = largest = 0
         for dataset, blocks in self.datasets.parts(self.plan.blocks):
             marks = dataset.marks
@@ -331,7 +334,7 @@ class SlabTask(Struct, eq=False):
 
     @property
     def first_block(self) -> BlockName | None:
-        """The first of its blocks; None for a batch without rows."""
+        """The first of the slab's blocks; None for a batch without rows."""
         blocks = self.plan.blocks
         return self.datasets.name(int(blocks[0])) if len(blocks) else None
 
@@ -342,7 +345,7 @@ class SlabTask(Struct, eq=False):
 
     @property
     def datasets(self) -> DatasetLookup:
-        """The datasets of its rows."""
+        """The datasets of the slab's rows."""
         return self.delivery.datasets
 
     @property
@@ -353,7 +356,8 @@ class SlabTask(Struct, eq=False):
 
 class Group(Struct, eq=False):
     """Deliveries whose slabs are equal for equal steps: each slab is made once and copied for the
-    others. A declared group is expected to grow. `is_whole`: its slabs were larger than expected.
+    other deliveries. A declared group is expected to grow. `is_whole`: its slabs were larger than
+    expected.
     """
 
     name: object
@@ -380,7 +384,7 @@ class SharedSlab(Struct, eq=False):
 
     @property
     def regions(self) -> tuple[Region, ...]:
-        """The regions of the arena that it occupies."""
+        """The regions of the arena that the slab occupies."""
         return (self.region,)
 
 
@@ -404,7 +408,7 @@ class Delivery(Struct, eq=False):
 
     @property
     def is_held_up(self) -> bool:
-        """Whether its consumers together hold more slots than they may."""
+        """Whether the delivery's consumers together hold more slots than they may."""
         held = {loan.task.number for loan in self.lent.values() if not loan.task.oversize}
         return len(held) > self.slots.layout.held_slots
 
@@ -417,7 +421,7 @@ class Delivery(Struct, eq=False):
         self.ahead = min(2 * self.ahead, most)
 
     def was_in_time(self) -> None:
-        """Note that a slab was ready when it was requested: after many of them, fewer are made
+        """Note that a slab was ready when it was requested: after many such slabs, fewer are made
         ahead.
         """
         self.in_time += 1
@@ -426,7 +430,7 @@ class Delivery(Struct, eq=False):
 
 
 class Loan(Struct, frozen=True):
-    """A slab that a trainer holds. It is returned, at the latest, when `holder` is gone."""
+    """A slab that a trainer holds. The slab is returned, at the latest, when `holder` is gone."""
 
     task: SlabTask
     holder: int
@@ -455,11 +459,11 @@ class StreamState(Struct, eq=False):
     after: StreamState | None = None
     next_order: SampleOrder | None = None
     seen: npt.NDArray[np.bool_] | None = None
-    """Which blocks its slabs have had rows of."""
+    """The blocks of which its slabs have had rows."""
     advanced_at: float = 0.0
-    """When one of its slabs was planned or made last."""
+    """When one of its slabs was last planned or made."""
     heard_at: float = 0.0
-    """When its consumer heard last how far its slab is."""
+    """When its consumer was last told the progress of a slab."""
 
     @property
     def is_ahead(self) -> bool:
@@ -468,19 +472,19 @@ class StreamState(Struct, eq=False):
 
     @property
     def tasks_before(self) -> int:
-        """How many slabs its consumer reads before this stream's first one."""
+        """How many slabs the consumer reads before this stream's first one."""
         return len(self.after.tasks) if self.after is not None else 0
 
     @property
     def position(self) -> int:
         """The first position of the epoch that has not been made yet."""
-        if self.walk.is_fed:  # not in order
+        if self.walk.is_fed:  # the tasks of a fed walk may be in any order
             return min((task.plan.first_position for task in self.tasks), default=self.planned_to)
         return self.tasks[0].plan.first_position if self.tasks else self.planned_to
 
     @property
     def wanted_position(self) -> int:
-        """The first position for which it has no slab, finished or being made."""
+        """The first position for which the stream has no slab, finished or being made."""
         for task in self.tasks:
             if task.phase is SlabPhase.WAITING:
                 return self.walk.position_of(task.plan)

@@ -27,9 +27,8 @@ _SPARED_MAX = 64
 
 class ReadMode(NamedTuple):
     """The way in which a block is read. `greedy`: a task waits for it. `is_lent`: only a neighbour
-    may want it. The task that needs it is `away` positions from now. When a block is read ahead,
-    blocks of which tasks need rows are evicted only if it `takes_wanted` ones, and these are needed
-    later.
+    may want it. The task that needs it is `away` positions from now. With `takes_wanted`, a block
+    that is read ahead may evict blocks of which tasks need rows, if they are needed later than it.
     """
 
     greedy: bool = False
@@ -49,8 +48,8 @@ class _Fruitless(NamedTuple):
 
 
 class Room:
-    """The room of one block arena. `uses` ranks the blocks in it; `give_way` drops one; `waiting`
-    has the tasks that need some.
+    """The room of one block arena. `uses` ranks the blocks in it; `give_way` evicts a block;
+    `waiting` has the tasks that wait for blocks.
     """
 
     def __init__(
@@ -64,9 +63,10 @@ class Room:
         self._allocator, self._shared, self._uses = allocator, shared, uses
         self._give_way, self._waiting, self._holdings = give_way, waiting, waiting.holdings
         self.leaving: list[CachedBlock] = []
-        """Blocks that would have made room for the last one, had their rows been copied."""
+        """Blocks that were not evicted at the last search for room, because their rows must be
+        copied first."""
         self.is_full = False
-        """Whether there was no room for the last one."""
+        """Whether the last search for room was in vain."""
         self._fruitless: _Fruitless | None = None
 
     def became_evictable(self, block: CachedBlock) -> None:
@@ -90,8 +90,8 @@ class Room:
     def of_block(
         self, block: CachedBlock, length: int, *, greedy: bool, away: int = 0
     ) -> Region | None:
-        """Make room for a block that is not read, or was read before; `greedy`: a task waits for
-        it. Otherwise the task that needs it is `away` positions from now.
+        """Make room for the decoded form of a block. `greedy`: a task waits for the block.
+        Otherwise the task that needs it is `away` positions from now.
         """
         return self._found(self._needed_less(block, ReadMode(greedy, away=away)), length)
 
@@ -99,9 +99,9 @@ class Room:
         self, block: CachedBlock, raw: int, decoded: int, how: ReadMode
     ) -> tuple[Region, Region | None] | None:
         """Make room for a block of `raw` bytes that is about to be read, and for its `decoded`
-        bytes if it is read ahead: both at once or none. Otherwise blocks that are read ahead would
-        fill the arena, and decoding one would evict another. `decoded` is 0 if the block is not
-        decoded.
+        bytes if it is read ahead: either for both or for neither. Otherwise, blocks that are read
+        ahead would fill the arena, and decoding one would evict another. `decoded` is 0 if the
+        block is not decoded.
         """
         if how.is_lent or not decoded:
             into = self._of_raw(block, raw, how, is_brief=decoded > 0)
@@ -122,9 +122,9 @@ class Room:
     def _of_raw(
         self, block: CachedBlock, length: int, how: ReadMode, *, is_brief: bool
     ) -> Region | None:
-        """Make room for a block's raw bytes. If only a neighbour waits for it, blocks that an open
-        stream needs, or that are needed sooner, stay. If a neighbour is among those that wait,
-        blocks that other neighbours have got may be evicted, too.
+        """Make room for a block's raw bytes. If only a neighbour waits for the block, no block is
+        evicted that an open stream needs, or that is needed sooner. If the block is read for a
+        neighbour, blocks that other neighbours have got may be evicted, too.
         """
         if how.is_lent and not self.is_wanted(block):
             limit = max(self._uses.use_of(block.dataset, block.index), how.away)
@@ -146,7 +146,7 @@ class Room:
             self.is_full = True
             return None
         self.is_full = False
-        # The longer one first: the other one fits beside it.
+        # Allocate the longer region first: the other one fits beside it.
         if decoded >= raw:
             later = self._allocated(decoded)
             return self._allocated(raw, is_brief=True), later
@@ -217,7 +217,8 @@ class Room:
         use = self._uses.use_of(block.dataset, block.index)
         limit = -1 if how.greedy else max(use, how.away)
         kept: list[SharedSlab] | None = self._shared.spare()
-        # While much is being read ahead, most searches are in vain, and pass over all of it.
+        # Remember searches that found nothing, to skip their repetition: while much is being read
+        # ahead, most searches are in vain, and examine all of these blocks.
         positions = self._uses.positions() if 0 <= limit < NEVER and not kept else None
         sought = None if positions is None else _Fruitless(limit, positions, how.takes_wanted)
         if sought is not None and self._finds_nothing(sought):
@@ -242,7 +243,9 @@ class Room:
             self._fruitless = sought
 
     def _finds_nothing(self, sought: _Fruitless) -> bool:
-        """Whether nothing has changed since a search with a limit as low found nothing."""
+        """Whether a search with this limit or a lower one found nothing, and nothing has changed
+        since.
+        """
         known = self._fruitless
         return (
             known is not None
@@ -257,8 +260,8 @@ class Room:
     def _evict_until(
         self, going: Victims, length: int, beside: int = 0, *, spares_rows: bool = True
     ) -> bool:
-        """Evict the first of these blocks, as many as needed to make room for both lengths, or none
-        if all of them are not enough. Return whether there is room.
+        """Evict the first of these blocks, as many as needed to make room for both lengths; evict
+        none if all of them are not enough. Return whether there is room.
 
         Blocks apart from that room stay, unless there are many: later searches would have to
         examine them again.

@@ -56,17 +56,14 @@ from dataplane.scheduler.stalls import Stalls
 from dataplane.scheduler.streams import SharedSlabs, StreamTable
 
 _STARTS_MAX = 64
-"""So many loads are started for a task at once, as each takes some of the event loop's time."""
-
-
-# Measure how much of the blocks that streams needed was in memory, because another stream or epoch
-# had caused the read.
+"""The most loads that are started for a task at once: each takes some of the event loop's time."""
 
 
 class Reuse:
-    """Counts each remote block once for each stream that needs it. The stream that causes a read
-    does not count as reuse. So all useful reads plus `found_bytes` add up to the stored size of
-    everything that streams needed.
+    """Measures reuse: the bytes of blocks that streams needed and found in memory, since another
+    stream or epoch had caused the read. A remote block counts once for each stream that needs it,
+    except the stream that causes the read. So all useful reads plus `found_bytes` add up to the
+    stored size of everything that streams needed.
     """
 
     def __init__(self) -> None:
@@ -130,13 +127,13 @@ class Scheduler:
         self._head: SlabTask | None = None
         self._emptied_for: SlabTask | None = None
         self._is_emptied_again = False
-        """For the same task, and no rows were copied for it since."""
+        """Whether the arena was emptied for that task once more, and no rows were copied since."""
         self.is_settled = True
         """Whether no event came since the last search for work."""
         self._on = self._decisions()
 
     def _decisions(self) -> dict[type, Callable[[Any], None]]:
-        """The function that decides about each kind of event."""
+        """Return the function that decides about each kind of event."""
         return {
             events.DeliveryOpened: self._deliveries.opened,
             events.DeliveryClosed: self._close_delivery,
@@ -176,7 +173,7 @@ class Scheduler:
         return self._effects
 
     def block(self, key: int) -> CachedBlock | Excerpt:
-        """The block or excerpt that an effect has named."""
+        """Return the block or excerpt with this key, which an effect has named."""
         return self._excerpts.find(key) or self._blocks.block(key)
 
     @property
@@ -216,8 +213,8 @@ class Scheduler:
         return count
 
     def waiting(self, stream_id: int) -> tuple[float, str] | None:
-        """Return for how long a stream's oldest request has waited, and for which stage; None if
-        none waits.
+        """Return for how long a stream's oldest request has waited, and for which stage; None if no
+        request waits.
         """
         stream = self._streams.find(stream_id)
         return None if stream is None else self._stalls.waiting(stream, self._time.now)
@@ -317,7 +314,7 @@ class Scheduler:
 
     def _settle(self, _event: events.Settled) -> None:
         for stream in self._streams:
-            self._deliver(stream)  # first: a slab that was handed over makes way for the next
+            self._deliver(stream)  # first: a stream may make more once a slab is handed over
         lacking = self._assemble_ready()
         head = next((task for task in lacking if self._tasks.may_have_slot(task)), None)
         if (head is None or head is not self._emptied_for) and self._passes.look(head):
@@ -342,7 +339,8 @@ class Scheduler:
         if head is not None and head.missing and self.is_settled and not self._under_way:
             self._unstick(head)
         self._asks.refuse_idle_of_runs()
-        # Blocks that need neither a fetch nor decoding are ready at once, and no event follows.
+        # Search for work again if a task has its blocks by now: blocks that need neither a fetch
+        # nor decoding are ready at once, and no event follows.
         self.is_settled &= all(task.missing for task in lacking)
         for stream in self._streams:
             self._deliver(stream)
@@ -362,12 +360,13 @@ class Scheduler:
                 lacking.append(task)
             elif task.oversize or task.stream.stream_id not in full:
                 if self._tasks.assemble(task, slab, self._workers.count):
-                    self.is_settled &= task.phase is not SlabPhase.WAITING  # or it is next
+                    self.is_settled &= task.phase is not SlabPhase.WAITING  # else: try again
                     is_gathered = slab is None and not self._elsewhere.is_elsewhere(task)
                     if is_gathered and task.phase is SlabPhase.ASSEMBLING:
                         self._reuse.gathered(task, self._time.now)
                 elif not task.oversize:
-                    # Later tasks of its stream have no slot either; the zone is separate.
+                    # Later tasks of the stream get no slot either, except oversize ones: the zone
+                    # is separate.
                     full.add(task.stream.stream_id)
                 self._absorb()
         return lacking
@@ -386,8 +385,8 @@ class Scheduler:
         self._blocks.is_short = head is not None
 
     def _is_urgent(self, head: SlabTask) -> bool:
-        """Whether blocks of later tasks may be evicted for this one. Not while its trainer has
-        other slabs to read: their memory is free soon.
+        """Whether blocks of later tasks may be evicted for the head. Not while its trainer has
+        other slabs to read: the memory of these is free soon.
         """
         is_next = head.is_awaited or not head.rank[0] or head is self._emptied_for
         return is_next or self._excerpts.is_open or not self._under_way
@@ -420,13 +419,13 @@ class Scheduler:
     def _copied(self, event: events.RowsExtracted) -> None:
         self._is_emptied_again = False
         if self._head is not None and self._head.phase is SlabPhase.WAITING:
-            self._tasks.unpin(self._head)  # it needs no pin of a block that it has an excerpt of
+            self._tasks.unpin(self._head)  # blocks of which it now has excerpts need no pin
         for failure in self._excerpts.copied(event):
             self._tasks.fail(failure.task, failure.error)
 
     def _unstick(self, head: SlabTask) -> None:
-        """No block is loading and the head still lacks blocks: fragmentation, or too small a
-        budget.
+        """Make room for a head that lacks blocks while no block is loading: the arena is
+        fragmented, or too small.
         """
         self._tasks.unpin(head)
         if self._emptied_for is not head:
@@ -434,9 +433,10 @@ class Scheduler:
             self._excerpts.close()
             self._blocks.drop_unpinned()
         elif self._passes.open_for(head):
-            pass  # its blocks are loaded in several passes from now on
+            pass  # from now on, the head's blocks are loaded in several passes
         elif self._excerpts.is_open and not self._is_emptied_again:
-            # A block that was fetched lies where there is no room beside it to decode it.
+            # Evict once more: a fetched block may lie where there is no room beside it to decode
+            # it.
             self._is_emptied_again = True
             self._blocks.drop_unpinned()
         elif self._tasks.halve(head):

@@ -5,8 +5,8 @@
        └────────── FAILED <────────────┘
 
 Invariants:
-1. During assembly, a task has excerpts of its blocks and pins all others, or the shared slab that
-   is copied into its slot. It needs no more memory, so it always finishes.
+1. During assembly, a task pins those of its blocks of which it has no excerpts, or holds the shared
+   slab that is copied into its slot. The task needs no more memory, so it always finishes.
 2. A slot is free again when its stream no longer needs the slab, or its trainer has released it.
 3. If a task is cut, the task with its other batches comes directly after it in the stream.
 4. The first task of a stream with a request gets a slot as soon as one is free or holds a slab that
@@ -61,7 +61,7 @@ from dataplane.scheduler.walk import Plan
 _MEMORY_SHARE = 0.9
 _EXCERPTS_SHARE = 0.25
 _PIECES_A_WORKER = 2
-"""So many pieces of slabs keep each worker busy: one that it makes, and one that waits."""
+"""How many pieces of slabs keep a worker busy: one that it makes, and one that waits."""
 
 
 class SlabTasks:
@@ -85,7 +85,7 @@ class SlabTasks:
         self._waiting, self._excerpts = waiting, excerpts
         self._assembling: dict[int, SlabTask] = {}
         self.piece_count = 0
-        """Pieces of the slabs that the own workers assemble."""
+        """The number of pieces of all slabs that the node's own workers assemble now."""
         self._numbers = itertools.count(1)
 
     @property
@@ -124,7 +124,7 @@ class SlabTasks:
         stream.tasks.append(task)
         stream.advanced_at = self._time.now
         self._wait(task)
-        if self._elsewhere.has_workers:  # they may have to make it, now or later
+        if self._elsewhere.has_workers:  # the node's own workers may have to make the slab
             self._fit(task)
 
     def _wait(self, task: SlabTask) -> None:
@@ -145,7 +145,7 @@ class SlabTasks:
         """Give up a task that its consumer no longer waits for, or no longer holds."""
         was, task.phase = task.phase, SlabPhase.GONE
         if was is SlabPhase.ASSEMBLING:
-            return  # its slot and pins are free when the worker has answered
+            return  # `assembled` frees its slot and pins
         self.unpin(task)
         self._elsewhere.leave(task)
         self._waiting.remove(task)
@@ -186,7 +186,7 @@ class SlabTasks:
     # -- cutting ---------------------------------------------------------------------------------
 
     def halve(self, task: SlabTask) -> bool:
-        """Turn the second half of a waiting task into another task; return False if it is one
+        """Turn the second half of a waiting task into another task; return False if it has only one
         batch.
         """
         count = len(task.plan.batches)
@@ -251,7 +251,7 @@ class SlabTasks:
         if is_elsewhere and not self._elsewhere.may_begin(task):
             return False
         if is_elsewhere and not self._elsewhere.is_elsewhere(task):
-            self._waiting.add(task)  # the own workers make it, now that others cannot
+            self._waiting.add(task)  # no other node can make it now
             return True
         is_own = shared is None and not is_elsewhere
         if is_own and self._is_too_early(task, worker_count):
@@ -284,7 +284,7 @@ class SlabTasks:
         return True
 
     def have_enough(self, worker_count: int) -> bool:
-        """Whether further pieces would only wait for one of so many workers."""
+        """Whether further pieces would only wait, with this many workers."""
         return self.piece_count >= _PIECES_A_WORKER * worker_count
 
     def _is_too_early(self, task: SlabTask, worker_count: int) -> bool:
@@ -361,7 +361,9 @@ class SlabTasks:
         return slot
 
     def _spare(self, task: SlabTask) -> SlabTask | None:
-        """A finished slab, neither held nor requested, in a slot that this task could use."""
+        """Return a finished slab, neither held nor requested, in a slot that this task
+        could use.
+        """
         for stream in task.delivery.streams:
             for other in reversed(stream.tasks):
                 if (
@@ -456,7 +458,7 @@ class Deliveries:
         self.groups: dict[object, Group] = {}
 
     def get(self, delivery_id: int) -> Delivery:
-        """An open delivery."""
+        """Return an open delivery."""
         return self.by_id[delivery_id]
 
     def opened(self, event: DeliveryOpened) -> None:

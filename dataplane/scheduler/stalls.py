@@ -2,7 +2,7 @@
 
 Invariants:
 1. A request waits too long if nothing was done for its slab for the whole timeout: no block of its
-   datasets was read or decoded, no slab planned or made, and no worker was at work on any of them.
+   datasets was read or decoded, no slab planned or made, and no worker was at work on any of these.
    Workers and reads have time limits of their own, so no request waits for ever.
 2. A consumer gets a report of progress at least every few seconds, if there was any.
 """
@@ -19,10 +19,10 @@ from dataplane.scheduler.records import BlockPhase, SlabPhase, SlabTask, StreamS
 from dataplane.scheduler.streams import SharedSlabs
 
 PLAN, NO_ROOM = "plan", "waiting for room in the delivery arena"
-"""Stages of a slab besides those of its phase, and those that other nodes are named in."""
+"""Stages of a slab other than its phases and the stages that name another node."""
 _STAGES = {NO_ROOM: "room", SlabPhase.ASSEMBLING.value: "assemble"}
 _EXAMINED_MAX = 64
-"""So many missing blocks show what a slab waits for."""
+"""The most missing blocks that are examined to tell what a slab waits for."""
 _HEARD_S_MAX, _HEARD_SHARE = 5.0, 1 / 8
 
 
@@ -39,12 +39,12 @@ class Stalls:
     def of_stream(
         self, stream: StreamState, at_work: Collection[int], now: float
     ) -> Iterator[Advanced | Stalled]:
-        """Yield answers to requests that have waited too long, which end with that; or the progress
-        of the slab for which the first request waits. Workers are `at_work` on datasets of these
-        numbers.
+        """Yield the final answers to requests that have waited too long, or the progress of the
+        slab for which the first request waits. `at_work` are the numbers of the datasets at which
+        workers work.
         """
         if not stream.requests or now - stream.requests[0][1] <= self._heard_s:
-            return  # a mixture may have thousands of datasets
+            return  # return early: a mixture may have thousands of datasets to visit
         datasets = stream.delivery.datasets.datasets
         if at_work:
             for dataset in datasets:
@@ -67,7 +67,7 @@ class Stalls:
 
     def waiting(self, stream: StreamState, now: float) -> tuple[float, str] | None:
         """Return for how long a stream's oldest request has waited, and for which stage of a slab;
-        None if none waits.
+        None if no request waits.
         """
         if not stream.requests:
             return None

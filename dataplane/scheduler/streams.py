@@ -33,11 +33,11 @@ class StreamTable:
         self._streams: dict[int, StreamState] = {}
 
     def __iter__(self) -> Iterator[StreamState]:
-        """The streams that are open now; the table may change during iteration."""
+        """Yield the streams that are open now; the table may change during iteration."""
         return iter(list(self._streams.values()))
 
     def find(self, stream_id: int | None) -> StreamState | None:
-        """The stream, unless it was closed."""
+        """Return the stream; None if it was closed."""
         return None if stream_id is None else self._streams.get(stream_id)
 
     def add(self, stream: StreamState) -> None:
@@ -73,11 +73,11 @@ class StreamTable:
         return [task for _, _, task in ranked]
 
     def of_dataset(self, dataset: DatasetBlocks) -> list[StreamState]:
-        """The streams that read this dataset."""
+        """Return the streams that read this dataset."""
         return [s for s in self._streams.values() if dataset in s.delivery.datasets]
 
     def of_group(self, group: Group) -> list[StreamState]:
-        """The streams that share slabs in this group."""
+        """Return the streams that share slabs in this group."""
         return [s for s in self._streams.values() if s.delivery.group is group]
 
     def crops(self, dataset: DatasetBlocks) -> bool:
@@ -113,23 +113,24 @@ def _is_gathered(task: SlabTask) -> bool:
 #
 # Slabs that several consumers need: assembled once, and copied into the slot of each.
 #
-#     absent ──first who assembles it──> MAKING ──> KEPT ──evicted──> absent
-#                                           └─ failed, or larger than expected: absent
+#     absent ──a consumer assembles it──> MAKING ──> KEPT ──evicted──> absent
+#                                            └─ failed, or larger than expected: absent
 #
 # Streams of one group share slabs. Their slabs are equal, since a group has one spec (with seed and
 # transforms), one dp_rank and one dp_size. A kept slab is in the block arena, which trainers do not
 # map, so a trainer's writes change only its own copy.
 #
 # Invariants:
-# 1. A slab is never made twice at the same time. Other consumers wait only for the worker that
-#    makes it, never for a trainer: a trainer that lags or stops delays no other.
-# 2. Kept slabs take at most half of the block arena, those that no known consumer has yet to reach
-#    at most a sixteenth, and all of them only memory that no block needs (blocks.py, 3).
+# 1. A slab is never made twice at the same time. Other consumers of the slab wait only for the
+#    worker that makes it, never for a trainer: a trainer that lags or stops delays no other
+#    trainer.
+# 2. Kept slabs take at most half of the block arena; slabs that no known consumer still needs take
+#    at most a sixteenth. All kept slabs take only memory that no block needs (blocks.py, 3).
 # 3. The memory of a slab is not reused while a worker writes or reads it.
-# 4. Slabs that no known consumer has yet to reach are evicted first, oldest first; then those that
+# 4. Slabs that no known consumer still needs are evicted first, oldest first; then the slabs that
 #    are needed last. A new slab is not kept if all others are needed sooner.
-# 5. A slab is kept if its group was declared (more consumers may come), or if a known consumer has
-#    yet to reach it.
+# 5. A slab is kept if its group was declared (more consumers may come), or if a known consumer
+#    still needs it.
 
 _ARENA_PARTS = 2
 # Slabs without a known consumer get less: memory that is reused often stays warm in the cache.
@@ -139,8 +140,8 @@ _Need = tuple[bool, int]
 
 
 class _Behind(Struct, frozen=True):
-    """A stream, from the first position for which it has no slab. `goes_on`: the stream that will
-    follow it is not open yet.
+    """The steps that a stream still needs: from the first position for which it has no slab.
+    `goes_on`: the stream that will follow it is not open yet.
     """
 
     epoch: int
@@ -163,7 +164,7 @@ class _Behind(Struct, frozen=True):
         )  # fmt: skip
 
     def comes_to(self, epoch: int, position: int, stride: int) -> bool:
-        """Whether its consumer will need these steps."""
+        """Whether the stream's consumer will need these steps."""
         is_now = self.epoch == epoch
         is_behind = self.position <= position if is_now else self.epoch < epoch and self.goes_on
         away = self.gaps.live(position) - self.gaps.live(self.cursor) if is_now else position
@@ -187,15 +188,16 @@ class SharedSlabs:
         return self._bytes
 
     def find(self, task: SlabTask) -> SharedSlab | None:
-        """The shared slab that this task can copy, or wait for."""
+        """Return the shared slab that this task can copy, or wait for."""
         group = task.stream.delivery.group
         if group is None or task.oversize or not self._slabs:
             return None
         return self._slabs.get((group, _key(task)))
 
     def readings(self, dataset: DatasetBlocks) -> list[WalkPosition]:
-        """The readers of this dataset, with order and position: the streams, and one for each order
-        that streams are expected to read next, as far ahead as the first of them.
+        """Return the readers of this dataset, with order and position: its streams, and one reader
+        for each order that streams are expected to read next. If several streams will read the same
+        order next, the one that comes to it first counts.
         """
         found: list[WalkPosition] = []
         following: dict[int, WalkPosition] = {}
@@ -214,20 +216,22 @@ class SharedSlabs:
         return [*found, *following.values()]
 
     def away(self, task: SlabTask) -> int:
-        """How many positions the reader of its stream is before it."""
+        """Return how many positions the reader of the task's stream is before the task."""
         return max(task.plan.first_position - self._start(task.stream), 0)
 
     def _start(self, stream: StreamState) -> int:
-        """Where its reader is: before its first position, as long as that of another is ahead."""
+        """Return where the reader of a stream is. As long as its consumer reads another stream
+        first, what is left of that stream is subtracted.
+        """
         before = stream.after if stream.is_ahead else None
         return self.position(stream) - (0 if before is None else self._left(before))
 
     def _left(self, stream: StreamState) -> int:
-        """How many positions of its epoch it has not reached."""
+        """Return how many positions of its epoch a stream has not reached."""
         return max(stream.walk.order.sample_count - self.position(stream), 0)
 
     def position(self, stream: StreamState) -> int:
-        """The first position for which the stream needs blocks, as far as it is planned."""
+        """Return the first position for which the stream needs blocks, as far as it is planned."""
         if stream.delivery.group is None:
             return stream.position
         for task in stream.tasks:
@@ -246,8 +250,8 @@ class SharedSlabs:
     # -- making ----------------------------------------------------------------------------------
 
     def wanted(self, task: SlabTask, slab_bytes: int) -> SharedSlab | None:
-        """A slab is about to be assembled: the record to keep of it, if any, and the bytes it
-        needs.
+        """Note that a slab is about to be assembled. Return a record with the bytes that its kept
+        copy needs; None if no copy is kept.
         """
         group = task.delivery.group
         if group is None or task.oversize:
@@ -267,14 +271,16 @@ class SharedSlabs:
         self._slabs[slab.group, slab.key] = slab
 
     def begin_copy(self, slab: SharedSlab) -> None:
-        """A worker is about to copy from it."""
+        """Note that a worker is about to copy from the slab."""
         slab.readers += 1
         slab.group.copied_count += 1
 
     def ended(
         self, slab: SharedSlab, result: tasks.ResultBody, *, is_kept: bool
     ) -> tasks.ResultBody:
-        """The worker that made or copied it has answered. Returns the slab."""
+        """Handle the answer of the worker that made or copied the slab. Return the result for the
+        task: after a copy, that of the kept slab.
+        """
         if slab.made is None:
             self._made(slab, result, is_kept=is_kept)
             return result
@@ -295,8 +301,8 @@ class SharedSlabs:
         self._bytes += slab.region.length
 
     def _copied(self, slab: SharedSlab) -> None:
-        # Keep unneeded slabs while there is room: a slab that was not requested yet may lose its
-        # slot.
+        # Keep the slab even if nobody needs it now: a copy that was not requested yet may lose its
+        # slot, and is then made again.
         slab.readers -= 1
         if not slab.readers and slab.group.is_closed:
             self.evict(slab)
@@ -304,11 +310,13 @@ class SharedSlabs:
     # -- memory ----------------------------------------------------------------------------------
 
     def spare(self) -> list[SharedSlab]:
-        """The slabs that may be evicted, least needed first."""
+        """Return the slabs that may be evicted, least needed first."""
         return [slab for _, slab in self._ranked()]
 
     def _ranked(self, before: SharedSlab | None = None) -> list[tuple[_Need, SharedSlab]]:
-        """The slabs that may be evicted; if `before` is given, only those needed less than it."""
+        """Return the slabs that may be evicted; if `before` is given, only slabs needed less than
+        it.
+        """
         behind = {group: self._behind(group) for group in {group for group, _ in self._slabs}}
         idle = [slab for slab in self._slabs.values() if slab.made is not None and not slab.readers]
         ranked = [(_need(slab, behind[slab.group]), slab) for slab in idle]
@@ -318,22 +326,22 @@ class SharedSlabs:
         return sorted(ranked, key=lambda each: each[0])
 
     def evict(self, slab: SharedSlab) -> None:
-        """Free its memory; a consumer that needs it has it made again."""
+        """Free the memory of a slab; a consumer that needs the slab has it made again."""
         del self._slabs[slab.group, slab.key]
         self._bytes -= slab.region.length
         self._allocator.free(slab.region.offset)
 
     def close(self, group: Group) -> None:
-        """The group has no members left: drop its slabs."""
+        """Drop the slabs of a group that has no members left."""
         group.is_closed = True
         for slab in self.spare():
             if slab.group is group:
                 self.evict(slab)
 
     def make_way(self, slab: SharedSlab) -> list[SharedSlab] | None:
-        """Evict slabs that are needed less than this one and exceed the limits together with it.
-        Returns what else may be evicted for it, least needed first; None if it would exceed the
-        limits anyway.
+        """Evict slabs that are needed less than this one until the limits allow it. Return the
+        slabs that may still be evicted to get its room, least needed first; None if the limits do
+        not allow it anyway.
         """
         ranked, length = self._ranked(slab), slab.region.length
         unwanted = sum(other.region.length for (is_wanted, _), other in ranked if not is_wanted)
@@ -355,13 +363,15 @@ def _key(task: SlabTask) -> SlabKey:
 
 
 def _need(slab: SharedSlab, behind: Sequence[_Behind]) -> _Need:
-    """Sort key: the least needed slab comes first."""
+    """Return a sort key with which the least needed slab comes first."""
     away = _distance(slab, behind)
     return (False, slab.number) if away is None else (True, -away)
 
 
 def _distance(slab: SharedSlab, behind: Sequence[_Behind]) -> int | None:
-    """Distance in positions to the nearest consumer that has yet to reach it."""
+    """Return the distance in positions to the nearest consumer that still needs the slab;
+    None if there is no such consumer.
+    """
     epoch, position, stride, *_ = slab.key
     found = [
         (epoch - one.epoch) * one.sample_count + position - one.position

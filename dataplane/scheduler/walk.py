@@ -41,8 +41,8 @@ Ints = npt.NDArray[np.int64]
 _NO_BLOCKS, _NO_ROWS = np.empty(0, np.int64), np.empty((0, 2), np.int32)
 _MANY = 1 << 30
 _PIECE_S, _PIECE_COLUMN_S = 0.005, 0.0001
-"""The least time of a worker for a piece of a slab, and for each of its columns: what a further
-worker costs with its message and the blocks that it must map, too; and the time that a column takes
+"""The least worker time for which a piece of a slab is worth a further worker, and what each column
+adds to it. A further worker costs a message, and must map the blocks; a column takes some time
 however few rows a piece has.
 """
 _BUSY_PIECE_S = 0.02
@@ -50,7 +50,8 @@ _BUSY_PIECE_S = 0.02
 the node: with pieces of 2 ms, 16 workers were idle for a sixth of the time.
 """
 _WHOLE_S = 0.02
-"""A slab that one worker makes alone has batches for so long, at most, or is one."""
+"""The most worker time for the batches of a slab that one worker makes alone, unless the slab is
+one batch."""
 
 
 class SlabSizes(Struct):
@@ -77,7 +78,7 @@ class SlabSizes(Struct):
         bytes. A slab that is `cut` had more batches, and costs one more message.
         """
         if not cut and 2 * batch_count < self.batches:
-            return  # the first ones are short
+            return  # the first slabs of a walk are short on purpose
         found = bytes_used / batch_count
         if self._batch_bytes:
             away = found - self._batch_bytes
@@ -105,7 +106,7 @@ class SlabSizes(Struct):
 
     def pieces(self, rows: int, worker_count: int, *, are_busy: bool = False) -> int:
         """Return the number of pieces in which this many workers should make a slab with these
-        rows. `are_busy`: each of them has a piece of another slab, so larger pieces cost no time.
+        rows. `are_busy`: each worker has a piece of another slab, so larger pieces cost no time.
         """
         if not self.is_divisible:
             return 1
@@ -115,8 +116,8 @@ class SlabSizes(Struct):
 
     @property
     def _whole_max(self) -> int:
-        """Return the most batches of a slab that cannot be divided: short slabs let other workers
-        make others meanwhile.
+        """Return the most batches of a slab that cannot be divided: if slabs are short, other
+        workers can make the next ones meanwhile.
         """
         if self.is_divisible or not self._batch_s:
             return self.batches_max
@@ -136,9 +137,9 @@ NO_PACKS = BlockPacks()
 
 
 class Plan(Struct, frozen=True):
-    """The plan of one slab: the rows of each block, batch after batch. Both are empty in the plan
-    of a light walk. If rows are packs, `packs` has those of each block, and plan/packs.py
-    explains how rows name them; otherwise it is empty.
+    """The plan of one slab: the rows of each block, batch after batch. A plan of a light walk has
+    neither blocks nor rows. If rows are packs, `packs` has the packs of each block, and
+    plan/packs.py explains how rows name packs; otherwise `packs` is empty.
 
     Shapes:  blocks: rising.   row_index: int32[rows, 2]: (index into `blocks`, row of the block).
     """
@@ -164,7 +165,7 @@ class Plan(Struct, frozen=True):
         return distinct(rows.astype(np.int64))[0].astype(np.int32)
 
     def packs_of(self, block: int) -> BlockPacks:
-        """The packs of one of its blocks."""
+        """Return the packs of one of the slab's blocks."""
         return self.packs[int(self.blocks.searchsorted(block))] if self.packs else NO_PACKS
 
     @property
@@ -175,7 +176,8 @@ class Plan(Struct, frozen=True):
                 **_flat("taken_out", "taken_out_counts", taken_out)}  # fmt: skip
 
     def rows_by_block(self) -> npt.NDArray[np.int64]:
-        """Return the number of rows that it needs of each of its blocks, repeated ones included.
+        """Return the number of rows that the slab needs of each of its blocks, repeated rows
+        included.
 
         Shapes:  result: int64[blocks].
         """
@@ -238,20 +240,21 @@ class Walk:
         self.global_batch = spec.global_batch
         self.is_fed = is_fed
         self.fed: list[StepRange] = []
-        """The ranges that are not planned, nor about to be."""
+        """The ranges of steps that are neither planned nor about to be planned."""
         self.taken: deque[StepRange] = deque()
-        """The others, oldest first. Whoever feeds the walk removes those whose slabs it has got."""
+        """The ranges that are planned, or about to be, oldest first. Whoever feeds the walk removes
+        a range after getting its slabs."""
         self._planned_next: deque[StepRange] = deque()
 
     @property
     def waiting_count(self) -> int:
-        """How many plans could be made now, or more."""
+        """The number of plans that can be made now; a large number unless the walk is fed."""
         return len(self.fed) if self.is_fed else _MANY
 
     def feed(self, steps: StepRange) -> None:
         """Plan these steps, too.
 
-        Raises:  ConfigError: the slice does not have them.
+        Raises:  ConfigError: the slice does not have these steps.
         """
         self._slice.check_steps(steps.first, steps.count, self.stream.step_stride)
         insort(self.fed, steps, key=lambda each: each.first)
@@ -275,7 +278,7 @@ class Walk:
         return self.steps.begin(self._next_step)
 
     def position_of(self, plan: Plan) -> int:
-        """Where a plan of this walk starts in the epoch."""
+        """Return where a plan of this walk starts in the epoch."""
         return self.steps.begin(plan.batches[0].step)
 
     def took(self, batches: Sequence[Batch], worker_s: float) -> None:
@@ -286,7 +289,7 @@ class Walk:
 
     def fitted(self, batch_count: int, bytes_used: int, slab_bytes: int, *, cut: bool) -> None:
         """Adapt the slab size; see SlabSizes.fitted. A walk that is aligned or fed keeps its first
-        value.
+        slab size.
         """
         if not self.is_aligned and not self.is_fed:
             self.sizes.fitted(batch_count, bytes_used, slab_bytes, cut=cut)
@@ -319,7 +322,7 @@ class Walk:
         try:
             used, row_index, packs = self._rows_at(steps.positions)
         except ConfigError:
-            # A source is drawn more often than a row index can say: fewer batches draw it less.
+            # Plan fewer batches: here, one source is drawn more often than a row index can express.
             if self.is_fed or of.count == 1:
                 raise
             return self._plan(StepRange(of.first, of.count // 2))

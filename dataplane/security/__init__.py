@@ -2,5 +2,5 @@
 
 The door: `security` checks a caller, and `calls` has the rules of each call; `jwts`,
 `node_identity`, `neighbour_keys` and `private_file` are the credentials, `tls` and `environment`
-how they are used; `urls` says which may be read, and `admission` which connections make way.
+use them; `urls` says which urls may be read, and `admission` which connections make way.
 """

@@ -32,7 +32,7 @@ C = TypeVar("C")
 Source = int | str
 """A process or a host; 0 or "" if the kernel does not name it, in which case no limit applies."""
 _AT_ONCE = 16
-"""If connections that have greeted must be closed, this part of all places (a divisor) is freed at
+"""When connections that have greeted must be closed, one in this many of all places is freed at
 once."""
 
 

@@ -45,7 +45,7 @@ def hide_secrets() -> None:
     """
     for name, value in list(os.environ.items()):
         if _is_secret(name, value):
-            os.environ[name] = value  # the C library stores it in other memory
+            os.environ[name] = value  # so that the C library stores the value in other memory
     _overwrite_initial()
 
 

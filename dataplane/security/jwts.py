@@ -38,7 +38,7 @@ _PREFIXES_MAX = 64
 _ALGORITHMS = ("HS256", "RS256", "ES256")
 _YEAR_9999 = 253402300799.0
 
-# By the names of PyJWT's errors, since PyJWT is imported late.
+# Reasons by the names of PyJWT's errors, since PyJWT itself is imported late.
 _WHY: Mapping[str, str] = {
     "ExpiredSignatureError": "the token has expired",
     "ImmatureSignatureError": "the token is not valid yet",
@@ -91,13 +91,14 @@ class Jwts:
 
 
 def is_jwt(token: str) -> bool:
-    """Whether a token has the form of a JWT."""
+    """Return whether a token has the form of a JWT."""
     return token.startswith("eyJ") and token.count(".") == 2
 
 
 def outline(token: str, now: float) -> tuple[str, str]:
     """Return a description of a JWT, and why a coordinator would refuse it now, apart from its
-    signature; "" if there is no such reason. For the token's holder: needs neither key nor PyJWT.
+    signature; "" if there is no such reason. The token's holder can call this without a key and
+    without PyJWT.
     """
     if not is_jwt(token):
         return "", ""
@@ -205,7 +206,7 @@ def _are_prefixes(given: object) -> bool:
 def public_key(path: str) -> _Key:
     """Return the algorithm of a public key, and the key.
 
-    Raises:  ConfigError: it cannot be used, or PyJWT is missing.
+    Raises:  ConfigError: the key cannot be used, or PyJWT is missing.
     """
     try:
         import jwt  # noqa: F401

@@ -45,7 +45,8 @@ class NeighbourKeys:
         return self._made(_SALT)
 
     def _made(self, *parts: bytes) -> bytes:
-        # With lengths, so that different lists of parts are never the same bytes.
+        # Put the length before each part, so that different lists of parts never give the same
+        # bytes.
         message = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
         return hmac.digest(self._secret, message, hashlib.sha256)
 

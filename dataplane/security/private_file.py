@@ -21,7 +21,7 @@ def make(path: Path, text: str, what: str, instead: str = "") -> None:
     """Create the file, unless it exists: whole or not at all, even if two processes try at once.
     `what` and `instead` are words for the error.
 
-    Raises:  ConfigError: it cannot be created.
+    Raises:  ConfigError: the file cannot be created.
     """
     if os.path.lexists(path):
         return
@@ -48,9 +48,9 @@ def make(path: Path, text: str, what: str, instead: str = "") -> None:
 
 
 def check(path: Path) -> None:
-    """Check that only this user can read it.
+    """Check that only this user can read the file.
 
-    Raises:  ConfigError: others can, or it cannot be examined.
+    Raises:  ConfigError: other users can read the file, or it cannot be examined.
     """
     try:
         status = path.stat()
@@ -79,7 +79,7 @@ _Seen = tuple[tuple[int, int, int] | None, ...]
 
 class Watched(Generic[T]):
     """The value that `read` makes of these files. The files are checked by a stat at most once a
-    second; if `read` has failed, at every call.
+    second; while the value is empty, at every call.
 
     While a file is being replaced, it may be missing, incomplete, or not fit the other files. Then
     the last value stays in use, a line is logged, and the next check tries again. May be used from
@@ -114,8 +114,8 @@ class Watched(Generic[T]):
             return self._found, self._version
 
     def refresh(self) -> tuple[str, str]:
-        """Check the files now. Returns what they hold, and what came of it: "unchanged", "read
-        again", or why what was read last stays in use.
+        """Check the files now. Return the name of their contents, and the result: "unchanged",
+        "read again", or why the contents that were read last stay in use.
         """
         with self._lock:
             self._looked = self._clock()
@@ -147,7 +147,7 @@ class Watched(Generic[T]):
 def content(path: str, bytes_max: int) -> bytes:
     """Return the whole file.
 
-    Raises:  ConfigError: it cannot be read, or is larger.
+    Raises:  ConfigError: the file cannot be read, or is larger than `bytes_max`.
     """
     try:
         with Path(path).open("rb") as file:

@@ -1,6 +1,6 @@
 """The credentials that a process presents to others over TCP, and requires from them.
 
-There is one value, made once and handed to every listener and channel. Nothing is required on a
+A process makes one `Security` and hands it to every listener and channel. Nothing is required on a
 Unix socket: its file has mode 0600, so that only processes of the same user (and root) can connect.
 """
 
@@ -30,8 +30,9 @@ _HOW = (
 
 class Security(Struct, frozen=True):
     """The token; the certificates; the URIs that peers' certificates may have
-    ("spiffe://cluster/ns/*" matches all that begin so; () for all); whether plain text may cross
-    the network; and the prefixes of the urls that jobs may read (() for all).
+    ("spiffe://cluster/ns/*" matches all that begin with the text before the "*"; () for all);
+    whether plain text may cross the network; and the prefixes of the urls that jobs may read (()
+    for all).
     """
 
     tokens: TokenSource | None = None
@@ -42,7 +43,7 @@ class Security(Struct, frozen=True):
     allowed_urls: tuple[str, ...] = ()
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """The metadata that a client sends with each call."""
+        """Return the metadata that a client sends with each call."""
         token = "" if self.tokens is None else self.tokens.first()
         return ((AUTHORIZATION, BEARER + token),) if token else ()
 
@@ -75,14 +76,15 @@ class Security(Struct, frozen=True):
         return f"This process sent the token of {self.tokens.told}: if it is another's, {_HOW}"
 
     def refresh(self) -> dict[str, str]:
-        """Check all files now; by what they hold, what came of it."""
+        """Check all files now. Return the result of each check, by the name of the contents."""
         watched = [one.watched for one in (self.tokens, self.tls, self.jwts) if one is not None]
         return dict(one.refresh() for one in watched if one is not None)
 
     def check_listener(self, address: str, *, is_loopback: bool) -> None:
         """Check that listening on this address is allowed.
 
-        Raises:  ConfigError: there is no token, or it would be open to the network without TLS.
+        Raises:  ConfigError: there is no token, or the token would cross the network in plain text;
+        or settings of TLS contradict each other.
         """
         if self.tokens is None:
             raise ConfigError(
@@ -126,7 +128,7 @@ class Security(Struct, frozen=True):
     def check_channel(self, address: str, *, is_loopback: bool) -> None:
         """Check that the token may be sent to this address.
 
-        Raises:  ConfigError: it would cross the network in plain text.
+        Raises:  ConfigError: the token would cross the network in plain text.
         """
         if not is_loopback and self.tls is None and not self.insecure:
             raise ConfigError(

@@ -26,8 +26,9 @@ from dataplane.security.private_file import Watched, content
 
 # -- validity ----------------------------------------------------------------------------------
 #
-# Read from a certificate's DER when it is valid (RFC 5280, 4.1). Python's ssl module reports that
-# only for CAs' certificates, and a node installs no other library for it.
+# Parse the time in which a certificate is valid from its DER form (RFC 5280, 4.1). Python's ssl
+# module reports this time only for certificates of CAs, and a node installs no other library for
+# this purpose.
 
 _SEQUENCE, _VERSION, _UTC_TIME = 0x30, 0xA0, 0x17
 _SEQUENCES_BEFORE = 2  # the signature's algorithm, and the issuer
@@ -49,7 +50,7 @@ def why_not_valid(pem: bytes, now: dt.datetime) -> str:
 def _validity(pem: bytes) -> tuple[dt.datetime, dt.datetime]:
     """Return the first and the last moment at which a certificate is valid.
 
-    Raises:  ValueError, IndexError: it is not a certificate in PEM.
+    Raises:  ValueError, IndexError: the bytes are not a certificate in PEM.
     """
     text = pem.decode("ascii", "replace")
     first = text[text.index(ssl.PEM_HEADER) : text.index(ssl.PEM_FOOTER) + len(ssl.PEM_FOOTER)]
@@ -58,7 +59,7 @@ def _validity(pem: bytes) -> tuple[dt.datetime, dt.datetime]:
     _, rest, _ = _element(certificate)
     tag, _, after = _element(rest)
     if tag == _VERSION:
-        _, _, after = _element(after)  # the serial number
+        _, _, after = _element(after)  # skip the serial number
     for _ in range(_SEQUENCES_BEFORE):
         tag, _, after = _element(after)
         if tag != _SEQUENCE:
@@ -143,7 +144,7 @@ class Certificates:
 
 def is_any_of(uris: Sequence[str], peers: Sequence[str]) -> bool:
     """Return whether one of these URIs matches one of `peers`: "spiffe://cluster/ns/*" matches all
-    that begin so.
+    URIs that begin with "spiffe://cluster/ns/".
     """
     return any(
         uri.startswith(peer[:-1]) if peer.endswith("/*") else uri == peer
@@ -176,10 +177,10 @@ def _read(files: TlsFiles) -> Pems:
 
 
 def load_cert_chain(context: ssl.SSLContext, pem: bytes) -> None:
-    """Load this key and certificate through a temporary file, since the ssl module reads only
-    files: it must get exactly the bytes that were checked.
+    """Load this key and certificate into a context. They pass through a file in memory, since the
+    ssl module reads only files, and must get exactly the bytes that were checked.
 
-    Raises:  ssl.SSLError, OSError, ValueError: they are invalid.
+    Raises:  ssl.SSLError, OSError, ValueError: the key or the certificate is invalid.
     """
     fd = os.memfd_create("dataplane-tls", os.MFD_CLOEXEC)
     try:

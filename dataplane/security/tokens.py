@@ -82,8 +82,8 @@ def find(
     clock: Callable[[], float] = time.monotonic,
 ) -> TokenSource:
     """Return the token source of this process. With `makes`, the state directory's own token is
-    created if it is needed and does not exist. Otherwise there is none until a coordinator, which
-    may start later, creates it.
+    created if it is needed and does not exist. Otherwise, the source has no token until a
+    coordinator, which may start later, creates it.
 
     Raises:  ConfigError: the source cannot be read, or has no usable token.
     """

@@ -11,7 +11,7 @@ from typing_extensions import Buffer
 from dataplane.model.records import ObjectInfo
 
 LAST = "\U0010ffff" * 256
-"""A text that sorts after all keys, since these have at most 1024 bytes."""
+"""A text that sorts after all keys, since a key has at most 1024 bytes."""
 
 
 class NotInOrderError(Exception):

@@ -90,14 +90,17 @@ class _Arriving(io.RawIOBase):
 
     def __init__(self, sock: socket.socket, patience: Patience) -> None:
         self._sock, self._patience = sock, patience
-        # Keeps the socket open if its connection is closed before the last answer was read.
+        # Keep the socket open even if its connection is closed before the last answer was read.
         self._hold = sock.makefile("rb", buffering=0)
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, into: Buffer) -> int:
-        """Raises:  TimeoutError."""
+        """Receive bytes into this buffer.
+
+        Raises:  TimeoutError.
+        """
         wait_s, late = self._wait_s()
         if wait_s != self._sock.gettimeout():  # setting it is a system call
             self._sock.settimeout(wait_s)
@@ -140,7 +143,8 @@ class Connections:
         self._lock = threading.Lock()
         self._idle: _Idle = {}
         self._tls: ssl.SSLContext | None = None
-        # Not in __del__: in a reference cycle, the sockets might be finalized first, and warn.
+        # Close idle connections in a finalizer, not in __del__: in a reference cycle, the sockets
+        # might be finalized before __del__ runs, and warn that they were not closed.
         weakref.finalize(self, _close_all, self._idle).atexit = False
 
     @property
@@ -201,12 +205,14 @@ class Connections:
         connection.patience.silence_s = self._silence_s
         is_tls = _is_tls(connection)
         for part in into:
-            # A sink exists for memory that is new: the kernel need neither clear nor map it.
+            # A sink exists for memory that is not mapped yet: the kernel, which fills it, need
+            # neither map nor clear its pages.
             sink = None if is_tls else race.sink(part)
             if sink is None:
                 race.sent()
             count = 0 if is_tls else _direct(answer, part, sink)
-            # http.client notices the end of the answer only if it reads up to it.
+            # Read the last byte through http.client, which otherwise would not notice that the
+            # answer has ended.
             if sink is None:
                 count += _received(answer, part[count:])
             else:
@@ -261,8 +267,9 @@ def _is_tls(connection: TimedConnection) -> bool:
 
 
 def _direct(answer: http.client.HTTPResponse, into: memoryview, sink: Sink | None) -> int:
-    """Receive all but the last of the next bytes of an answer, bypassing http.client. Returns fewer
-    if the answer ends, and none if this kernel or this answer is not suitable.
+    """Receive the next `len(into)` bytes of an answer except the last one, bypassing http.client.
+    Return how many were received: fewer if the answer ends or the kernel cannot fill the sink, and
+    0 if the answer is not suitable.
 
     Raises:  as `Connections.fill`.
     """
@@ -317,8 +324,8 @@ def _written(sink: Sink, body: Buffer) -> int:
 
 
 def _probe(sock: socket.socket, silence_s: float) -> None:
-    """Let the kernel find out if the server's host is gone. Otherwise data resent after an outage
-    may arrive as late as the outage was long.
+    """Let the kernel detect that the server's host is gone. Otherwise a connection that survives an
+    outage of the network may resend its data only after another wait as long as the outage.
     """
     every_s = max(1, int(silence_s / _PROBES))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -344,7 +351,7 @@ def _close_all(idle: _Idle) -> None:
 # other errors come from one place.
 
 Sign = Callable[[str], str]
-"""The url of a key with its signature in it."""
+"""Returns the url to request for a key, signed if the store needs that."""
 
 _IDLE_MAX = 64
 _SPAN = re.compile(r"bytes (\d{1,18})-(\d{1,18})/")
@@ -437,10 +444,12 @@ def _split(signed: str) -> tuple[str, str]:
 def _check(url: str, answer: http.client.HTTPResponse, offset: int, length: int, etag: str) -> None:
     """Check that the answer is the requested range."""
     if issubclass(kind_of(answer.status), UNREACHABLE):
-        # Not repeated through obstore: that would double the load of a failing store.
+        # Raise rather than let obstore repeat the request, which would double the load of a failing
+        # store.
         raise refusal(url, answer.status)
-    # An object that is stored compressed has ranges of its compressed bytes, as requested; if the
-    # server itself compresses the answer, the length differs.
+    # Content-Encoding need not be checked: the ranges of an object that is stored compressed are
+    # ranges of its compressed bytes, as requested, and if the server itself compresses the answer,
+    # the length differs.
     span = _SPAN.match(answer.getheader("Content-Range", ""))
     if (
         answer.status != 206

@@ -67,7 +67,8 @@ def expand(urls: Url | Iterable[Url], stores: Connect) -> list[ObjectInfo]:
     roots: dict[str, None] = {}
     for name, (matches, above) in zip(names, _matches(names, stores), strict=True):
         roots.update(dict.fromkeys(above))
-        # Stores list in this order. Sorting a million urls would block all other threads.
+        # Sort only if needed: stores list in url order, and sorting a million urls would block all
+        # other threads.
         if any(info.url > next_.url for info, next_ in pairwise(matches)):
             matches.sort(key=lambda info: info.url)
         for info in matches:
@@ -220,7 +221,9 @@ def _named(url: str, stores: Connect) -> _Found:
 
 
 def _of_folder(name: str, folder: str, below: Sequence[ObjectInfo], store: Store) -> _Found | None:
-    """Return the objects below the folder that a user's name means; None if it shows none."""
+    """Return the objects below the folder that a user's name means; None if all of them are hidden,
+    or there are none.
+    """
     shown = [info for info in below if not is_hidden(info.url[len(folder) :])]
     if not shown:
         return None
@@ -233,7 +236,8 @@ def _of_folder(name: str, folder: str, below: Sequence[ObjectInfo], store: Store
 def _matching(pattern: str, stores: Connect) -> _Found:
     prefix, store = literal_prefix(pattern), stores(pattern)
     listed = list(store.list(prefix))
-    # An object of exactly this name is meant, even if the name contains brackets and stars.
+    # If an object has exactly this name, the user means that object, even if the name contains
+    # brackets and stars.
     exact = [info for info in listed if info.url == pattern]
     if exact:
         return exact, ()
@@ -286,7 +290,7 @@ def _near_file(url: str) -> str:
     import difflib
 
     names = sorted(entry.name for entry in islice(os.scandir(folder), 10_000))
-    # The text before a wildcard is only the beginning of a name: compare with beginnings.
+    # Also compare with the beginnings of names: the text before a wildcard is only a beginning.
     starts = {name[: len(path.name) + 1]: name for name in reversed(names)}
     near = difflib.get_close_matches(path.name, names, n=_NAMES_SHOWN) or [
         starts[start] for start in difflib.get_close_matches(path.name, starts, n=1)

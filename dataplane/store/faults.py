@@ -79,7 +79,7 @@ FAULTS = (
         wait=Wait(base_s=0.0, cap_s=0.0),
         statuses=frozenset({429, 503}),
     ),
-    # Not 501 and 505, which say that a server will never support a request.
+    # 501 and 505 are left out: they say that a server will never support a request.
     Fault(
         StoreUnavailable,
         "the store reported an internal failure",
@@ -134,7 +134,7 @@ def _fault_of_answer(status: int, code: str) -> Fault:
 
 
 def is_throttle(text: str) -> bool:
-    """Whether an error code or a message asks to slow down."""
+    """Return whether an error code or a message asks to slow down."""
     return any(word in text for word in _THROTTLE_WORDS)
 
 
@@ -183,7 +183,7 @@ class Break(Struct, frozen=True):
 _NETWORK = frozenset(
     {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL}
 )
-# The first match is used. A SilentError is also a TimeoutError.
+# The first match is used. SILENT comes before LATE, since a SilentError is also a TimeoutError.
 BREAKS = {
     Why.UNTRUSTED: Break(
         ": check the host name, the clock, and the certificate authorities of this machine",
@@ -218,7 +218,8 @@ BREAKS = {
     Why.BROKEN: Break(exceptions=(ConnectionError,)),
 }
 LASTING = (Why.UNTRUSTED, Why.NO_TLS)
-# A disk or a network file system may recover from these; a process may close descriptors.
+# Errors that may pass: a disk or a network file system may recover, and a process that has too many
+# descriptors may close some.
 _PASSING = _NETWORK | {
     errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.EMFILE, errno.ENFILE,
     errno.ENOBUFS, errno.ENOMEM, errno.EREMOTEIO, errno.EPROTO, errno.ENONET, errno.ENOTCONN,
@@ -232,7 +233,9 @@ _OTHER_HINT = ("the endpoint", "of the endpoint")
 
 
 def unreachable(url: str, endpoint: str, why: Why, detail: str = "") -> StoreError:
-    """Return the error for an unreachable store, with what to check. `endpoint` did not answer."""
+    """Return the error for an unreachable store, with advice on what to check. `endpoint` is the
+    server that did not answer.
+    """
     error = StoreError if why in LASTING else StoreUnavailable
     port, host = _ENDPOINT_HINTS.get(url.partition("://")[0], _OTHER_HINT)
     advice = BREAKS[why].advice.format(port=port, host=host)
@@ -243,7 +246,7 @@ def unreachable(url: str, endpoint: str, why: Why, detail: str = "") -> StoreErr
 def why_of(error: BaseException) -> Why | None:
     """Return how a connection failed; None if it failed in another way."""
     number = error.errno if isinstance(error, OSError) else None
-    reason = getattr(error, "reason", None)  # of ssl errors, without importing ssl
+    reason = getattr(error, "reason", None)  # ssl errors have one
     for why, kind in BREAKS.items():
         if isinstance(error, kind.exceptions) or number in kind.errnos or reason in kind.words:
             return why

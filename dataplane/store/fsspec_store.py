@@ -39,8 +39,8 @@ from dataplane.store.urls import SCHEMES, base_of, folder_of, scheme_of
 
 T = TypeVar("T")
 
-# File systems on top of another one, or of this machine's files. Their options name the underlying
-# file: a url with such an option could read what no setting allows.
+# Refuse file systems on top of another file system, or of this machine's files: their options name
+# the underlying file, so a url could read files that no setting allows.
 _INDIRECT = frozenset(
     {
         *("async_wrapper", "asynclocal", "asyncwrapper", "blockcache", "cached", "dask", "data"),
@@ -48,7 +48,7 @@ _INDIRECT = frozenset(
         *("simplecache", "tar", "zip"),
     }
 )
-# The least similarity of a scheme to a known one that is suggested: "s4" has half of "s3".
+# Suggest a known scheme if its similarity is at least this: "s4" and "s3" have a similarity of 0.5.
 _NEAR_MIN = 0.5
 
 _ETAG_KEYS = (
@@ -56,7 +56,7 @@ _ETAG_KEYS = (
     *("blob_id", "xet_hash", "lfs"),
 )
 _TIME_KEYS = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
-# Facts of file systems that have none of the above.
+# Keys that identify a version in file systems that have none of the keys above.
 _OTHER_KEYS = (
     *("content_hash", "sha256", "sha1", "hash", "crc32c", "generation", "revision"),
     *("modificationTime", "modifiedTime", "modified_at", "time_modified", "uploaded_at"),
@@ -244,11 +244,11 @@ def _etag(info: Mapping[str, Any], size: int) -> str:
     if when is None:
         return etag_of_size(size)
     if isinstance(when, dt.datetime):
-        when = when.timestamp()  # memory:// lists a number but describes a datetime
+        when = when.timestamp()  # memory:// gives a number in lists, but a datetime for one object
     return f"{hashlib.blake2b(str(when).encode(), digest_size=8).hexdigest()}-{size:x}"
 
 
 def _is_fixed(url: str) -> bool:
-    """Whether a url names a commit, where nothing changes."""
+    """Return whether a url names a commit, in which nothing changes."""
     hub = hub_parts(url)
     return hub is not None and is_commit(hub[1])

@@ -110,8 +110,8 @@ class HttpStore:
         race: Race,
         etag: str = "",
     ) -> tuple[ObjectInfo, int]:
-        """Return the object's facts, and how many bytes of the range the answer has; fewer than
-        requested is an error. Without a length, the whole object is requested.
+        """Return the object's facts, and how many bytes of the range the answer has: fewer than
+        requested if the object ends before. Without a length, the whole object is requested.
         """
         headers = range_headers(offset, length, etag)
         deadline = time.monotonic() + self._timeout_s
@@ -135,7 +135,7 @@ class HttpStore:
                 if why is None:
                     said = type(cause).__name__
                     raise StoreUnavailable(f"{url}: {base} failed: {said}", shard=url) from cause
-                detail = getattr(cause, "verify_message", "")  # of an untrusted certificate
+                detail = getattr(cause, "verify_message", "")  # if the certificate is not trusted
                 raise unreachable(url, base, why, detail) from cause
             finally:
                 if answer is not None:
@@ -148,7 +148,7 @@ class HttpStore:
     def _redirected(self, url: str, at: str, location: str) -> str:
         """Return the url that a redirect leads to.
 
-        Raises:  StoreDenied: that url may not be opened.  StoreError: it is no url.
+        Raises:  StoreDenied: this url may not be opened.  StoreError: the target is not a url.
         """
         try:
             target = urllib.parse.urljoin(at, location)
@@ -217,10 +217,11 @@ def _credentials(parts: urllib.parse.SplitResult) -> dict[str, str]:
 def _described(
     url: str, answer: http.client.HTTPResponse, offset: int, length: int, pinned: str
 ) -> tuple[ObjectInfo, int]:
-    """Return the object that an answer describes, and how many bytes of the range follow. `asked`:
-    the etag of a conditional request.
+    """Return the object that an answer describes, and how many bytes of the range follow. `pinned`
+    is the etag of a conditional request.
 
-    Raises:  the error that its status means.  TruncatedRead: another range follows, or none.
+    Raises:  the error that the answer's status means.  TruncatedRead: another range follows, or
+    none.
     """
     if answer.status == 412 and pinned:
         raise DatasetChangedError(f"{url} changed since it was indexed", shard=url)
@@ -229,7 +230,7 @@ def _described(
     span = _SPAN.fullmatch(answer.getheader("Content-Range", ""))
     etag = answer.getheader("ETag", "")
     size, given = int(span[3]) if span else 0, 0
-    if answer.status == 416 and not (span and etag):  # its Last-Modified is the error page's
+    if answer.status == 416 and not (span and etag):  # Last-Modified is the error page's
         raise short_read(url, offset, length, 0)
     is_empty = answer.status == 200 and answer.length == 0
     if not is_empty and (answer.status not in (206, 416) or span is None):
@@ -255,7 +256,8 @@ def _given(
     """
     first, last, size = int(span[1] or 0), int(span[2] or -1), int(span[3])
     given = last + 1 - first
-    # An object that is stored compressed has the size and the ranges of its compressed bytes.
+    # Refuse an encoding only if the length differs: an object that is stored compressed has the
+    # size and the ranges of its compressed bytes.
     is_encoded = answer.getheader("Content-Encoding", "identity") not in {"identity", "aws-chunked"}
     if is_encoded and answer.length != given:
         raise StoreError(

@@ -97,7 +97,7 @@ def of_one_dataset(
     name: str, prefix: str, chosen: Sequence[ObjectInfo], listed: Sequence[ObjectInfo], store: Store
 ) -> list[ObjectInfo]:
     """Select the objects that make up one dataset from those that a user's name matched. The name
-    is a folder or a pattern; `prefix` is the listed prefix, including hidden objects.
+    is a folder or a pattern; `listed` has all objects below `prefix`, including hidden ones.
 
     Raises:  ConfigError: the objects are a table, or several splits or revisions.  ShardNotFound: a
     saved dataset lacks a file.  Errors of the store.
@@ -106,7 +106,7 @@ def of_one_dataset(
     marks = _Marks(folder, listed)
     _refuse_tables(chosen, marks.tables)
     kept = _without_caches(chosen, listed, marks, store, is_whole=prefix == folder)
-    # One search in one text takes a tenth of the time of searches in a million texts.
+    # Join the names: a search in one text takes a tenth of the time of searches in a million texts.
     below = "\n".join([info.url[len(folder) :] for info in kept]).lower()
     if "snapshots/" in below or folder.endswith("snapshots/"):
         _refuse_revisions(kept, folder)
@@ -116,9 +116,9 @@ def of_one_dataset(
 
 
 def tables_above(prefix: str) -> Iterator[str]:
-    """Yield the folders around a listed prefix that may be tables but do not show in the listing,
-    without their slash: the folder of names that begin with the prefix, and those around folders of
-    partitions and around "data".
+    """Yield the folders above a listed prefix that may be tables although the listing cannot show
+    that, without a slash at the end: the folder of the names that begin with the prefix, and the
+    folders that contain folders of partitions or a folder "data".
     """
     at, is_shown = folder_of(prefix)[:-1], prefix.endswith("/")
     while at != base_of(at):
@@ -243,7 +243,7 @@ class _Marks:
             self.tables[above.removesuffix("metadata")] = _ICEBERG
 
     def _note_folder(self, folder: str, start: int) -> None:
-        """Note what the names of the folders from `start` on show."""
+        """Record the tables that a folder's url shows, searched from the index `start` on."""
         for match in _TABLE_FOLDER.finditer(f"{folder[start:]}/"):
             root = folder[: start + match.start()]
             if match[1] != "_versions" or root.endswith(".lance"):
@@ -279,9 +279,9 @@ def _without_caches(
     *,
     is_whole: bool,
 ) -> list[ObjectInfo]:
-    """Remove the objects that the `datasets` library keeps beside a dataset. Of a dataset that it
-    saved, keep only the files in state.json. `is_whole` means that all objects of the folder were
-    listed.
+    """Remove the objects that the `datasets` library keeps beside a dataset. Of a dataset that the
+    library has saved, keep only the files that state.json names. `is_whole` means that all objects
+    of the folder were listed.
     """
     if not marks.with_info:
         return list(chosen)

@@ -189,7 +189,7 @@ class Listing:
         full = [info for part in self._ranges for info in part.objects]
         if not self._empty:
             return full
-        # An empty "folder/" that is listed under its own key does not represent another object.
+        # Drop an empty "folder/" that is listed as "folder", if an object "folder" has bytes.
         for info in full:
             self._empty.pop(info.url, None)
         by_url = attrgetter("url")

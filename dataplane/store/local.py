@@ -58,7 +58,7 @@ class LocalStore:
                 check_etag(_described(url, os.fstat(fd)), etag)
                 body = bytearray(length)
                 filled = _fill(fd, memoryview(body), offset)
-                # A writer may have changed the file during the read.
+                # Check again, since a writer may have changed the file during the read.
                 check_etag(_described(url, os.fstat(fd)), etag)
             finally:
                 os.close(fd)

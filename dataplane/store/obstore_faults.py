@@ -33,7 +33,7 @@ from dataplane.store.faults import (
     why_of_text,
 )
 
-# After the first line, obstore repeats its message in a form for developers.
+# The answer ends at "Debug source:", where obstore repeats its message in a form for developers.
 _ANSWER = re.compile(
     r"Server returned non-2xx status code: (\d{3})[^\n:]*:?(.*?)(?:\n\nDebug source:|\Z)", re.DOTALL
 )
@@ -51,7 +51,7 @@ _GIVES_CREDENTIALS = re.compile(
 )
 _NOT_TRUSTED = re.compile(r"InvalidCertificate\(([^;]*?)\),?\n", re.DOTALL)
 
-# A list ends at such a key, and obstore cannot be told to skip it.
+# obstore's message about a key that it refuses. The list ends at this key: obstore cannot skip it.
 _NOT_LISTED = re.compile(
     r"Encountered object with invalid path: (?:Error parsing )?Path \"(.*)\""
     r"(?: contained empty path segment|: Encountered illegal character sequence)",
@@ -61,7 +61,7 @@ _BARE_REDIRECT = "redirect without LOCATION"
 # obstore's words for status 200 as the answer to a ranged read, from a store or an http server.
 _WHOLE = ("NotPartial", "RangeNotSupported")
 _EXPIRED = frozenset({"ExpiredToken", "TokenRefreshRequired"})
-# The credentials are no longer valid; there may be new ones by now.
+# Codes that say that credentials are no longer valid; there may be new ones by now.
 _OUTDATED = _EXPIRED | {"InvalidToken", "InvalidAccessKeyId"}
 
 ODD = "an empty, '.' or '..' part, or with a control character"
@@ -97,7 +97,7 @@ def mapped(
     """
     text = str(cause)
     said = _said(text)
-    # Only reads are conditional.
+    # Only a read, which has a span, is conditional on the etag.
     if span is not None and (isinstance(cause, PreconditionError) or said.status == 412):
         return DatasetChangedError(f"{url} changed since it was indexed", shard=url)
     if _is_of_credentials(cause, text, base, said.status):
@@ -136,7 +136,9 @@ def has_answer(cause: Exception) -> bool:
 
 
 def is_mute(cause: Exception) -> bool:
-    """Return whether this is an answer to HEAD, whose missing body would say why it was refused."""
+    """Return whether this is a refusal of a HEAD request, whose answer has no body that says
+    why.
+    """
     status = _said(str(cause)).status
     return bool(status) and kind_of(status) in (StoreError, StoreDenied)
 
@@ -156,7 +158,7 @@ def _is_of_credentials(cause: Exception, text: str, base: str, status: int) -> b
     if request is not None:
         name = base.partition("://")[2]
         is_of_store = any(part in request[2] for part in (base, f"/{name}/", f"//{name}."))
-        # The store itself gets only GET and HEAD requests.
+        # The store itself gets only GET and HEAD requests, so POST and PUT are for credentials.
         if request[1] in ("POST", "PUT") or (
             not is_of_store and _GIVES_CREDENTIALS.search(request[2]) is not None
         ):

@@ -1,7 +1,7 @@
 """S3, Google Cloud Storage, Azure and plain http, through obstore (Rust, one connection pool).
 
 A url with a query (a presigned url) gets a client of its own, since obstore can send a query only
-as part of a client's base url. It is never requested with HEAD, since it is signed for GET.
+as part of a client's base url. Such a url is never requested with HEAD, since it is signed for GET.
 
 obstore's own retries are disabled in favour of our retry table. Its clients use a runtime of
 threads that a fork does not copy, so in a forked child they raise an error instead of hanging.
@@ -57,8 +57,8 @@ Client = S3Store | GCSStore | AzureStore | HTTPStore
 CREDENTIAL_LIFE = dt.timedelta(minutes=5)
 _S3_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _HOST = re.compile(r"[\w.\-]+|[0-9a-f:.]*:[0-9a-f:.]*", re.IGNORECASE)
-# Other characters might end the host name in requests whose host contains the bucket's name, and
-# send them, with their credentials, elsewhere.
+# Refuse other characters in a bucket's name. In requests whose host name contains the bucket's
+# name, they might end the host name early, and send the credentials to another host.
 _BUCKET = re.compile(r"[\w.\-]+(@[\w.\-]+)?", re.ASCII)
 _NO_RETRIES: RetryConfig = {"max_retries": 0}
 
@@ -66,8 +66,8 @@ _NO_RETRIES: RetryConfig = {"max_retries": 0}
 def client(base: str, environment: Mapping[str, str], request_timeout_s: float) -> Client:
     """Make a client of one bucket, container or http server.
 
-    Raises:  ConfigError: no bucket has this name, the profile does not exist, or the endpoint is
-    not a url.  ValueError and obstore's own errors, for other mistakes.
+    Raises:  ConfigError: no bucket can have this name, the profile does not exist, or the endpoint
+    is not a url.  ValueError and obstore's own errors, for other mistakes.
     """
     scheme, _, authority = base.partition("://")
     if scheme not in ("http", "https") and not _BUCKET.fullmatch(authority):
@@ -92,8 +92,8 @@ def client(base: str, environment: Mapping[str, str], request_timeout_s: float) 
 
 
 def may_renew(base: str, environment: Mapping[str, str]) -> bool:
-    """Return whether a new client may get other credentials. Those in the environment of a process
-    never change.
+    """Return whether a new client may get other credentials. Credentials in the environment of a
+    process never change.
     """
     is_fixed = environment.get("AWS_ACCESS_KEY_ID") and not _needs_profile(environment)
     return not (base.startswith("s3://") and is_fixed)
@@ -141,8 +141,8 @@ def _check_endpoint(endpoint: str, origin: str) -> None:
 
 
 def _needs_profile(environment: Mapping[str, str]) -> bool:
-    """Return whether credentials come from ~/.aws: a profile is named, or one exists and nothing
-    else is set.
+    """Return whether credentials come from ~/.aws: a profile is named, or a file of profiles exists
+    and no other credentials are set.
     """
     if environment.get("AWS_PROFILE"):
         return True
@@ -188,9 +188,10 @@ T = TypeVar("T")
 LIST_PAGE = 1000
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 SIGNED_FOR = dt.timedelta(minutes=15)
-# For smaller reads, copying costs less than a direct request.
+# Smaller reads go through obstore: copying their bytes costs less than a direct request.
 _DIRECT_BYTES_MIN = 128 << 10
-# A client takes 0.1 MB, and 5 to 15 ms of CPU to make. Large reads need none.
+# Keep this many clients of urls with a query. A client takes 0.1 MB, and 5 to 15 ms of CPU time to
+# make. Direct requests need no client.
 _QUERY_CLIENTS_MAX = 256
 
 
@@ -207,8 +208,8 @@ class ObstoreStore:
         self.reconnect()
 
     def reconnect(self) -> None:
-        """Implement `base.Reconnecting.reconnect`: a client of obstore has one pool of
-        connections.
+        """Implement `base.Reconnecting.reconnect`: make a new client, since each client of obstore
+        has its own pool of connections.
         """
         try:
             made = client(self._base, os.environ, self._request_timeout_s)
@@ -220,7 +221,8 @@ class ObstoreStore:
         before, self._client, self._direct = self._direct, made, None
         if before is not None:
             before.close()
-        # Not methods: an object that holds connections must not be part of a reference cycle.
+        # Use functions, not bound methods: an object that holds connections must not be part of a
+        # reference cycle.
         make = functools.partial(_client_of_query, self._request_timeout_s)
         self._client_of_query = functools.lru_cache(_QUERY_CLIENTS_MAX)(make)
         if not connections.is_possible(os.environ):
@@ -297,7 +299,7 @@ class ObstoreStore:
             try:
                 self._call(url, lambda: ways.read_into(url, key, offset, etag, *into))
             except connections.Refused:
-                pass  # obstore handles it
+                pass  # obstore repeats the request below
             else:
                 return
         copy_into(self.read(url, offset, length, etag), *into)
@@ -308,8 +310,8 @@ class ObstoreStore:
     def _listed(self, folder: str | None) -> dict[str, obstore.ObjectMeta]:
         """List the objects below a folder, by path.
 
-        obstore takes a page without a continuation token for the last one, even if the page says
-        that more follows. A full page may be such a page, so the keys after its last one are
+        obstore takes a page without a continuation token for the last page, even if the page says
+        that more follows. Any full page may be such a page, so the keys after its last key are
         requested as well.
         """
         metas: dict[str, obstore.ObjectMeta] = {}
@@ -337,14 +339,14 @@ class ObstoreStore:
         return next(iter(pages), ())
 
     def _before(self, prefix: str) -> str | None:
-        """Return a key shortly before those with this prefix; None if these are the first of their
-        folder, or if there is no such key.
+        """Return a key that sorts shortly before all keys with this prefix; None if the prefix is a
+        whole folder, or if no such key can be made.
         """
         key = prefix[len(self._base) + 1 :]
         is_plain = key.isascii() and key.isprintable() and not key.endswith(" ")
         if not is_plain or _is_odd(key):
             return None
-        before = "." if key[-1] == "0" else chr(ord(key[-1]) - 1)  # no "/"
+        before = "." if key[-1] == "0" else chr(ord(key[-1]) - 1)  # skip "/"
         return f"{key[:-1]}{before}~"
 
     def _get(self, url: str, options: Any) -> tuple[obstore.GetResult, obstore.Bytes]:
@@ -374,10 +376,12 @@ class ObstoreStore:
             fault = mapped(cause, url, self._base, span, may_renew=renews)
             if isinstance(fault, DatasetChangedError):
                 fault = unmet(self, url, etag)
-            # A traceback would show obstore's message: the url with its query, the whole answer.
+            # Drop the cause if obstore's message contains the url's query or the server's whole
+            # answer, since a traceback would show the message.
             raise fault from None if self._has_query(url) or has_answer(cause) else cause
         except BaseException as cause:
-            # A panic of Rust is not an Exception, and would bypass every handler of a node.
+            # Convert panics of Rust: they are not Exceptions, and would bypass every handler of a
+            # node.
             if type(cause).__module__ != "pyo3_runtime":
                 raise
             raise StoreError(f"{url}: the client failed internally: {cause}", shard=url) from cause
@@ -421,7 +425,7 @@ def _by_head(client: Client, key: str) -> obstore.ObjectMeta:
     except (obstore.exceptions.BaseError, OSError) as cause:
         if not is_mute(cause):
             raise
-    return _by_get(client, key)  # some servers do not support HEAD; others then say why they refuse
+    return _by_get(client, key)  # some servers lack HEAD; others explain refusals only after a GET
 
 
 def _by_get(client: Client, key: str) -> obstore.ObjectMeta:
@@ -440,7 +444,7 @@ def _by_get(client: Client, key: str) -> obstore.ObjectMeta:
 def _signed(client: S3Store, key: str) -> str:
     """Sign a request, and return its url.
 
-    Raises:  connections.Refused: there is nothing to sign with.
+    Raises:  connections.Refused: obstore cannot sign it, for example without credentials.
     """
     try:
         return obstore.sign(client, "GET", key, SIGNED_FOR)

@@ -32,7 +32,7 @@ class EndedEarlyError(Exception):
 
 class Sink(Protocol):
     """Memory that is not mapped yet: a part of the file `fd`, which is filled from its beginning.
-    The next byte belongs at `offset`. Methods raise what `Race.sent` may raise.
+    The next byte belongs at `offset`. Methods raise the errors of `Race.sent`.
     """
 
     fd: int
@@ -42,11 +42,13 @@ class Sink(Protocol):
         """Write these bytes, and return how many were written."""
 
     def moved(self, count: int, error: int = 0) -> None:
-        """Note that the kernel has put this many bytes there, and the error that stopped it."""
+        """Note that the kernel has written this many bytes at `offset`, and the error that stopped
+        the kernel; 0 for none.
+        """
 
 
 class Race:
-    """The first request of a read. Thread-safe.
+    """The first request of a read, which a second request may overtake. Thread-safe.
 
     `meanwhile` prepares the destination; it is called once, while the answer is on its way. `sink`
     returns a Sink for a part of the destination, or None if there is none; bytes that are written
@@ -103,8 +105,8 @@ class Race:
             self._changed.notify_all()
 
     def claim(self) -> None:
-        """Let the first request win, unless it was ended early. It has all bytes, or has failed.
-        May be called twice.
+        """Let the first request win, unless it was ended early. Called when the first request has
+        all bytes, or has failed; may be called twice.
 
         Raises:  EndedEarlyError.
         """
@@ -152,7 +154,8 @@ class Race:
 
 def _shut(sock: socket.socket) -> None:
     with contextlib.suppress(OSError):
-        # Not the method of a TLS socket, which must not be called from another thread.
+        # Call the method of the plain socket: a TLS socket's own must not be called from another
+        # thread.
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
@@ -243,8 +246,8 @@ def check_etag(info: ObjectInfo, etag: str) -> None:
 
 
 def short_read(url: str, offset: int, length: int, count: int, where: str = "") -> TruncatedRead:
-    """Return the error for an answer of `count` bytes to a read of `length`. `where` says where
-    they begin, if not at `offset`.
+    """Return the error for an answer of `count` bytes to a read of `length`. `where` says where the
+    bytes begin, if not at `offset`.
     """
     return TruncatedRead(
         f"{url} gave {count} bytes{where} of the {length} requested at {offset}",

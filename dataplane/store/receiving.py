@@ -25,7 +25,7 @@ _SIGNATURES: dict[str, compiled.Signature] = {
     "receive_into_memory": (_I64, (_I32, _POINTER, *(_I64,) * 3, _POINTER)),
 }
 _MS_MAX = 1 << 62
-# Why fewer bytes came than requested, as in receive.c.
+# The reasons why fewer bytes came than requested, with the numbers of receive.c.
 _LATE, _SILENT, _BROKEN, _NOT_STORED = 1, 2, 3, 4
 
 
@@ -37,7 +37,7 @@ class Patience(Struct):
 
     @property
     def ms(self) -> tuple[int, int]:
-        """Both in milliseconds, on the same clock."""
+        """The deadline, on the same clock, and `silence_s`, both in milliseconds."""
         return _ms(self.deadline), _ms(self.silence_s)
 
 
@@ -50,7 +50,7 @@ def receive_into_file(sock: socket.socket, sink: Sink, length: int, patience: Pa
     """Move up to this many bytes into a sink, with a single copy, made by the kernel. Return how
     many; fewer if no more come, or if this kernel or this file is not suitable.
 
-    Raises:  TimeoutError, SilentError.  OSError: the connection broke.  What `sink` raises.
+    Raises:  TimeoutError, SilentError.  OSError: the connection broke.  Errors of `sink`.
     """
     end = (_I32 * 2)()
     count = _library().receive_into_file(

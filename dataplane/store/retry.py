@@ -14,11 +14,10 @@ Invariants:
 4. A store is away if requests to it fail and none has been answered since the first of them began:
    at once if it has never answered, otherwise after AWAY_AFTER_S. One answer, even a refusal, ends
    the outage.
-5. While it is away, at most one request is in flight: that of the caller that has waited longest.
-   So a single object that can never be read does not keep other callers from trying.
+5. While a store is away, at most one request is in flight: that of the caller that has waited
+   longest. So a single object that can never be read does not keep other callers from trying.
 6. If a store asks to slow down, every call to it waits, also in other processes of the host:
-`share`
-   passes the pause on, and `slow_down` takes one from another process.
+   `share` passes the pause on to them, and `slow_down` takes a pause from another process.
 7. `observe` and `share` are called in the order of events, and never under the lock.
 """
 
@@ -262,7 +261,7 @@ class Gate:
         if self._away is None:
             return self._slow_down.wait_s()
         if self._is_probed or self._queue[0] is not me:
-            return float("inf")  # until the state changes
+            return float("inf")  # wait until the state changes
         return self._probe_at - self._clock.now()
 
     def _waited(self, seconds: float, deadline: float) -> bool:
@@ -289,13 +288,13 @@ class Gate:
             never_answered = self._answered_at is None and not self._in_flight
             if not never_answered and now - self._failing_since < AWAY_AFTER_S:
                 return
-            self._retries = 0  # failures during an outage are reported with it
+            self._retries = 0  # failures during an outage are reported with the outage
             since = self._clock.wall() - (now - self._failing_since)
             self._probe_at = now + self._clock.random() * PROBE.span_s(1)
             self._changed.notify_all()  # callers that pause on their own now wait for the store
         else:
             since = self._away.since
-        # A copy, since the traceback of the error would keep other objects alive.
+        # Keep a copy, since the traceback of the error would keep other objects alive.
         self._last_error = type(error)(str(error), **error.nouns)
         text = str(error).removeprefix(f"{error.nouns.get('shard')}: ")
         self._away = Outage(self._store, since, text, last_request_at=self._clock.wall())
@@ -354,7 +353,7 @@ class Retrying:
         if isinstance(inner, Paged) and inner.has_pages():
             with contextlib.suppress(NotInOrderError):
                 return iter(listed(prefix, functools.partial(self._page, inner, prefix)))
-        # A list that fails starts again, since such a store cannot continue at a key.
+        # Retry a failed list from its beginning: a store without pages cannot continue at a key.
         return iter(self._call(f"listing {prefix}", prefix, lambda: [*inner.list(prefix)]))
 
     def pinned(self, url: str) -> str:
@@ -455,7 +454,7 @@ class Retrying:
         if call.error is None:
             call.deadline = now + self._budget_s
         with self._lock:
-            # A copy, since the traceback of the error would keep other objects alive.
+            # Keep a copy, since the traceback of the error would keep other objects alive.
             call.error = type(error)(str(error), **error.nouns)
             self._failing.add(call)
         pause_s = self._clock.random() * fault.wait.span_s(call.attempts)

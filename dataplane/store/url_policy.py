@@ -32,7 +32,7 @@ from dataplane.store.base import Page, Paged, Pinning, Reconnecting, Store
 from dataplane.store.reads import fill
 from dataplane.store.urls import FILE_PREFIX, local_path, normalise
 
-# Where clouds serve the credentials of their machines, besides link-local addresses.
+# Addresses, besides link-local ones, where clouds serve credentials to their machines.
 _METADATA = frozenset(
     map(
         ipaddress.ip_address,
@@ -86,7 +86,7 @@ class UrlPolicy(Struct, frozen=True):
         return not self.prefixes or covers(url, self.prefixes)
 
     def check_all(self, urls: Iterable[str]) -> None:
-        """Check the urls of many objects. A folder is looked up once.
+        """Check the urls of many objects. The links in the path of a folder are resolved once.
 
         Raises:  StoreDenied.
         """
@@ -104,7 +104,7 @@ class UrlPolicy(Struct, frozen=True):
             path = url[len(FILE_PREFIX) :]
             if not is_under(url, self.prefixes):
                 raise self._denied(url)
-            # Making a Path for each of a million files would take seconds.
+            # Use os.path, since making a Path for each of a million files would take seconds.
             is_link = os.path.islink(path)  # noqa: PTH114
             if (is_link or not inside[folder]) and not is_under(_target(path), roots):
                 raise self._denied(url, _OUT)

@@ -27,7 +27,8 @@ SCHEMES = (
 )  # fmt: skip
 """Common schemes, with which a misspelt scheme is compared."""
 FILE_PREFIX = "file://"
-# A user who writes this does not mean a local file, unless it exists.
+# A scheme without "//", such as "s3:/bucket". The user means a url, unless a local file with this
+# name exists.
 _MISSING_SLASH = re.compile(
     r"(s3[an]?|gs|gcs|az|azure|adl|abfss?|wasbs?|https?|hf|s?ftp|ssh|(?:web)?hdfs|smb|oss|memory)"
     r":(?!//)/*(.*)",
@@ -77,7 +78,9 @@ def normalise(url: Url) -> str:
 
 
 def canonical(url: str) -> str:
-    """Return one text for all ways to write a normalised url. A bucket's key has only one way."""
+    """Return one text for all ways to write a normalised url. The url of an object in a bucket can
+    be written in one way only.
+    """
     if url.startswith(_EXACT):
         return url
     if not url.startswith(("http://", "https://")):
@@ -92,7 +95,7 @@ def canonical(url: str) -> str:
 def prefixes_of(text: str) -> tuple[str, ...]:
     """Parse the prefixes of urls in a setting, and normalise them.
 
-    Raises:  ConfigError: one is not a url.
+    Raises:  ConfigError: a prefix is not a url.
     """
     return tuple(map(normalise, text.split()))
 
@@ -163,8 +166,8 @@ def braces(pattern: str) -> Iterator[str]:
 
 def _file_url(path: str) -> str:
     absolute = os.path.abspath(path)  # noqa: PTH100 - lexical: links stay as they are
-    # abspath keeps a double slash at the beginning, and drops one at the end, which says that a
-    # folder is meant.
+    # Undo two effects of abspath: it keeps a double slash at the beginning, and drops the slash at
+    # the end, which says that a folder is meant.
     tail = "/" if path.endswith("/") else ""
     return "file:///" + (absolute.lstrip("/") + tail).removeprefix("/")
 

@@ -14,7 +14,9 @@ _REQUIRED = b"dataplane.required"
 
 
 def marks_nulls(options: ColumnOptions) -> bool:
-    """Whether each column that may have nulls is followed by a bool column that marks them."""
+    """Return whether each column that may have nulls is followed by a bool column that marks
+    these.
+    """
     return options.nulls is NullPolicy.MASK
 
 

@@ -36,7 +36,7 @@ def canonical(batch: pa.RecordBatch, plan: ColumnPlan, url: str) -> pa.RecordBat
     arrays, stored = [], pa.nulls(0)
     columns = zip(plan.specs, plan.schema, plan.leaves, plan.parts, strict=True)
     for spec, field, leaf, part in columns:
-        if part is LeafPart.IS_NULL:  # the mark of the previous column's nulls
+        if part is LeafPart.IS_NULL:  # this column marks the nulls of the previous one
             arrays.append(stored.is_null().cast(pa.uint8()))
             continue
         stored = leaf_array(batch.column(leaf.top), leaf.path)
@@ -194,8 +194,9 @@ def _fixed_lists(
 def _retyped_list(array: pa.Array, spec: ColumnSpec, target: pa.DataType, url: str) -> pa.Array:
     is_cast = canonical_type(array.type).value_type != target.value_type
     if is_cast or array.type.id in LIST_VIEWS:
-        # Not cast as lists: Arrow's cast gives wrong offsets for null lists and for views in
-        # another order, and it would check values that belong to no row of the batch.
+        # Convert the values instead of casting the lists: Arrow's cast gives wrong offsets for null
+        # lists and for views in another order, and checks values that belong to no row of the
+        # batch.
         values = converted(_number(array.flatten()), target.value_type, spec.name, url, width=0)
         ends = list_ends(array)
         if pa.types.is_list(target):

@@ -87,7 +87,7 @@ _DECIMAL = r"^[+-]?([0-9]+[.]?[0-9]*|[.][0-9]+)([eE][+-]?[0-9]+)?$"
 def read_written(array: pa.Array, target: pa.DataType, column: str, url: str) -> pa.Array:
     """Convert decimals and texts to numbers; nulls stay null. A float is the nearest one.
 
-    Raises:  ConfigError: a value is no number of this type; names column, value, row and shard.
+    Raises:  ConfigError: a value is not a number of this type; names column, value, row and shard.
     """
     import pyarrow.compute as pc
 

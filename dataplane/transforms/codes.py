@@ -104,7 +104,8 @@ def _coded(array: pa.Array, kind: pa.DataType, categories: pa.Array) -> pa.Array
     if isinstance(array, pa.ExtensionArray):
         return _coded(array.storage, kind, categories)
     if pa.types.is_dictionary(array.type):
-        # Not every value of a dictionary is used by a row, so some are not categories.
+        # Find the code of each value of the dictionary. Values that no row uses may not be
+        # categories.
         return _coded(array.dictionary, kind, categories).take(array.indices)
     values = plain_values(array, kind)
     found = pc.index_in(values, value_set=categories).cast(pa.int64())

@@ -140,7 +140,7 @@ def is_null_name(column: str) -> str:
 
 
 def _marked(schema: pa.Schema, options: ColumnOptions, leaves: Sequence[Leaf]) -> set[str]:
-    """Return the leaves whose nulls are marked: if a leaf of a stack is, all of its leaves are."""
+    """Return the leaves whose nulls are marked. If one leaf of a stack is marked, all are."""
     required = required_nodes(schema)
     marked = {leaf.name for leaf in leaves if not required.issuperset(leaf.row_nodes)}
     for stack in stacks_of(options):

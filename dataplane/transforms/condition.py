@@ -4,7 +4,7 @@ state for the columns of a block. Columns are looked up and types are checked on
 1. A comparison with null is neither true nor false, as in SQL; rows are kept only if the condition
    is true.
 2. Numbers are compared exactly, whatever their types are.
-3. Statistics rule out a result only if no row of the block has it.
+3. Statistics rule out a result only if the condition has this result for no row of the block.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Condition(Struct, frozen=True):
         return _known(self.test, outcome)
 
 
-# Evaluation on the rows of a block.
+# Evaluate a condition on the rows of a block.
 
 
 def _values(node: Node, batch: pa.RecordBatch) -> Any:
@@ -160,7 +160,7 @@ def _related(relation: str, left: pa.Array, right: pa.Array | pa.Scalar) -> pa.A
                 raise pa.ArrowInvalid("decimals are not compared as floats")
             left, right = (values.cast(pa.float64()) for values in (left, right))
         return kernel(left, right)
-    except pa.ArrowInvalid:  # no type holds both exactly
+    except pa.ArrowInvalid:  # no Arrow type holds the values of both sides exactly
         pairs = zip(_python_values(left), _python_values(right), strict=True)
     with decimal.localcontext() as context:
         context.traps[decimal.InvalidOperation] = False  # so that NaN is neither less nor greater
@@ -219,7 +219,7 @@ _EVALUATE: Mapping[str, Callable[..., pa.Array]] = {
 }
 
 
-# Statistics.
+# Evaluate a condition on statistics: the bounds of the columns of a block.
 
 _OPPOSITE = {
     Outcomes(4 * null + 2 * false + true): Outcomes(4 * null + 2 * true + false)
@@ -251,7 +251,7 @@ def _outcomes(node: Node, bounds: Bounds) -> Outcomes:
 
 
 def _joined(word: str, parts: Sequence[Outcomes]) -> Outcomes:
-    if word == "or":  # by De Morgan: not (not a and not b)
+    if word == "or":  # by De Morgan's law, "a or b" is "not (not a and not b)"
         return _OPPOSITE[_joined("and", [_OPPOSITE[part] for part in parts])]
     joined = Outcomes.NONE
     if any(Outcomes.FALSE in part for part in parts):
@@ -295,7 +295,7 @@ def _outcomes_compared(column: ColumnBounds, relation: str, value: Any) -> tuple
             ">": (highest > value, nan or lowest <= value),
             ">=": (highest >= value, nan or lowest < value),
         }[relation]
-    except TypeError:  # bounds of a type that does not compare with this value
+    except TypeError:  # the bounds have a type that cannot be compared with this value
         return True, True
 
 
@@ -303,7 +303,7 @@ def _python(value: pa.Scalar) -> object:
     """Return the value in the form that bounds have; None if Python has no type for it."""
     try:
         return value.as_py()
-    except ValueError:  # nanoseconds
+    except ValueError:  # a time in nanoseconds
         return None
 
 

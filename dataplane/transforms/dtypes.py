@@ -13,7 +13,7 @@ def dtype_name(given: object) -> str:
     """Return the name that numpy and torch share for a type. Does not import torch."""
     if isinstance(given, str):
         return given.removeprefix("torch.")
-    for name in ("name", "__name__"):  # of numpy's dtypes, and of its classes
+    for name in ("name", "__name__"):  # numpy's dtypes have a name, its classes a __name__
         found = getattr(given, name, None)
         if isinstance(found, str):
             return found

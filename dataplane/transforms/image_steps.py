@@ -124,7 +124,7 @@ def in_order(steps: Iterable[AnyStep]) -> tuple[AnyStep, ...]:
 
 
 def may_follow(step: type, before: Sequence[type]) -> bool:
-    """Whether this step may follow the given ones."""
+    """Return whether this step may follow the given steps."""
     known = kinds()
     if not before:
         return True
@@ -164,7 +164,7 @@ def _with_implied(steps: Sequence[AnyStep]) -> list[AnyStep]:
 def steps_of(image: ImageSpec) -> ImageSteps:
     """Return the steps that a spec contains.
 
-    Raises:  ConfigError: this version does not know one of them.
+    Raises:  ConfigError: this version does not know one of the steps.
     """
     found = [
         step

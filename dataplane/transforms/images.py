@@ -28,7 +28,8 @@ from dataplane.transforms.steps.registry import Transform
 from dataplane.transforms.steps.resize import KEEPS_RATIO, Resize
 from dataplane.transforms.view import COLOURS
 
-# Names of columns with one class or distance a pixel: "mask", "seg.png", "instance_masks".
+# Names of columns that have a class or a distance for each pixel: "mask", "seg.png",
+# "instance_masks".
 _MASK = re.compile(
     r"(?i)(^|[._-])(masks?|segs?|segmentations?|labels?|annotations?|instances?|panoptic|depth)"
     r"($|[._-])"

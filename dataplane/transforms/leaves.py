@@ -74,7 +74,7 @@ def _with_nodes(leaf: Leaf) -> Leaf:
     while isinstance(kind, pa.BaseExtensionType) or pa.types.is_run_end_encoded(kind):
         if isinstance(kind, pa.BaseExtensionType):
             kind = kind.storage_type
-        else:  # the nodes are run ends, then values; the nulls are in the values
+        else:  # the children are run ends, then values; only values have nulls
             kind, nodes = kind.value_type, (*nodes, nodes[-1] + 2)
     inner = (nodes[-1] + 1, nodes[-1] + 1 + node_count(children(kind)))
     return Leaf(leaf.name, leaf.top, leaf.type, leaf.path, leaf.structs, nodes, inner)
@@ -127,11 +127,12 @@ def value_type(kind: pa.DataType) -> pa.DataType:
 
 
 def numpy_name(kind: pa.DataType) -> str:
-    """The numpy name of a primitive type, "" for any other type."""
+    """Return the numpy name of a primitive type, "" for any other type."""
     if pa.types.is_boolean(kind):
         return "bool"
     if pa.types.is_integer(kind) or pa.types.is_floating(kind):
-        # Not to_pandas_dtype(): before pyarrow 26 it imports pandas, half a second at every start.
+        # Do not call to_pandas_dtype(): before pyarrow 26, it imports pandas, which takes half a
+        # second at every start.
         prefix = "float" if pa.types.is_floating(kind) else "int"
         return f"{'u' if pa.types.is_unsigned_integer(kind) else ''}{prefix}{kind.bit_width}"
     if pa.types.is_timestamp(kind) or pa.types.is_duration(kind):

@@ -56,7 +56,7 @@ def list_forms(specs: Sequence[ColumnSpec], options: ColumnOptions) -> Mapping[i
 def check_lists(specs: Sequence[ColumnSpec], options: ColumnOptions) -> None:
     """Refuse values that a column cannot hold, and values for columns without lists.
 
-    Raises:  ConfigError: names them, and says what is allowed.
+    Raises:  ConfigError: names the refused values, and says what is allowed.
     """
     if not _are_changed(options):
         return

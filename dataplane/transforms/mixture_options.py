@@ -326,7 +326,7 @@ def _counted(length: object, unit: MixUnit) -> object:
 def _check_number(name: str, field: str, value: object, where: str = "") -> None:
     if value is None and not where:
         return
-    # numpy's numbers are accepted, too.
+    # Accept numpy's numbers, too.
     number, least = math.nan, 0 if field == "weight" else 5e-324
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         with contextlib.suppress(OverflowError):

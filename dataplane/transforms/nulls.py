@@ -60,7 +60,7 @@ class Fills(Struct, frozen=True):
 def check_fills(plan: ColumnPlan) -> None:
     """Refuse values that a column cannot hold, and values for columns that do not exist.
 
-    Raises:  ConfigError: names them, and says what is allowed.
+    Raises:  ConfigError: names the refused values, and says what is allowed.
     """
     options = plan.options
     columns = zip(plan.specs, plan.parts, strict=True)
@@ -105,8 +105,8 @@ def is_value_of(dtype: str, value: float) -> bool:
 
 
 def check_nulls(plan: ColumnPlan, nulls: NullCounts | None, urls: Texts | Sequence[str]) -> None:
-    """Refuse columns that are known to have nulls but have no value to replace them. `urls` are
-    those of the shards.
+    """Refuse columns that are known to have nulls but have no value to replace them. `urls` are the
+    urls of the shards.
 
     Raises:  ConfigError: names all of these columns, with the fill_null to pass.
     """

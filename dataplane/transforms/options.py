@@ -79,7 +79,7 @@ COLUMN_DEFAULTS: Final[Mapping[str, object]] = {
 def column_options(**given: Unpack[ColumnArguments]) -> ColumnOptions:
     """Convert these arguments of a DataLoader to options.
 
-    Raises:  ConfigError: one of them is invalid; says what is allowed.
+    Raises:  ConfigError: an argument is invalid; says what is allowed.
     """
     options: dict[str, Any] = {**COLUMN_DEFAULTS, **given}
     if isinstance(options["columns"], Mapping):
@@ -165,7 +165,7 @@ def _columns(given: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _with_types(columns: Mapping[str, object], dtype: object) -> dict[str, object]:
-    """Return `columns` and `dtype` for a dict of the type of each column, None as it is stored."""
+    """Return `columns` and `dtype` for a dict from columns to types; None keeps the stored type."""
     if dtype is not None:
         raise ConfigError(
             f"dtype={dtype!r:.80} with columns={columns!r:.80}: name types in one of the two",
@@ -205,7 +205,8 @@ def _dtypes(given: Mapping[str, object] | None) -> tuple[tuple[str, str], ...]:
     pairs = sorted((str(name), dtype_name(value)) for name, value in given.items())
     for name, dtype in pairs:
         if dtype not in DTYPES:
-            # A guess for "int" would be "int8", which is hardly meant.
+            # Guess only if the name ends with a digit: for "int" the guess would be "int8", which
+            # is hardly what the user meant.
             near = meant(dtype, DTYPES) if dtype[-1:].isdigit() else ""
             raise ConfigError(
                 f"dtype={{{name!r}: {dtype!r:.80}}}{near}: choose one of {', '.join(DTYPES)}",
@@ -272,7 +273,7 @@ def _number(argument: str, said: str, value: object) -> float:
 def view_of(**given: Unpack[RowArguments]) -> View:
     """Convert these arguments of a DataLoader to a view.
 
-    Raises:  ConfigError: one of them is invalid; says what is allowed.
+    Raises:  ConfigError: an argument is invalid; says what is allowed.
     """
     where, split = given.get("where"), given.get("split")
     lower, upper = (0, 0) if split is None else _split(split)
@@ -286,7 +287,7 @@ def view_of(**given: Unpack[RowArguments]) -> View:
 
 
 def _canonical(where: str) -> str:
-    # A late import, so that a loader starts its node sooner.
+    # Import this module late, so that a loader starts its node sooner.
     from dataplane.transforms.where import canonical_where
 
     return canonical_where(where)

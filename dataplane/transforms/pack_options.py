@@ -85,7 +85,7 @@ def pack_of_text(text: str) -> PackSpec:
 def pack_spec(given: object) -> PackSpec | None:
     """Convert this argument of a DataLoader to a spec.
 
-    Raises:  ConfigError: it is not a Pack, or a value is invalid; says what is allowed.
+    Raises:  ConfigError: `given` is not a Pack, or a value is invalid; says what is allowed.
     """
     if given is None:
         return None

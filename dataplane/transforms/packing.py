@@ -16,7 +16,7 @@ from dataplane.transforms.lists import LISTS
 
 LABELS, LENGTHS = "labels", "lengths"
 PACKING = "packing"
-"""The only column of the batches by which a node counts packs: the Packing of each block."""
+"""The only column of the batches that a node makes to count packs: the Packing of each block."""
 
 
 def delivered_columns(specs: Sequence[ColumnSpec], spec: JobSpec) -> tuple[ColumnSpec, ...]:
@@ -37,7 +37,7 @@ def delivered_columns(specs: Sequence[ColumnSpec], spec: JobSpec) -> tuple[Colum
 
 
 def packed_columns(specs: Sequence[ColumnSpec], pack: PackSpec) -> tuple[ColumnSpec, ...]:
-    """Return the columns of packs: the packed ones, then those made for each pack.
+    """Return the columns of packs: the packed columns, then the columns made for each pack.
 
     Raises:  ConfigError: a column is missing, or has no numbers for tokens.
     """

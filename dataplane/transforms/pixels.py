@@ -108,9 +108,9 @@ def render(
     changed by each of `changes`, normalised, in the view's layout.
 
     The resize is bilinear with antialiasing, as torchvision's antialias=True, and as Pillow's
-    BILINEAR with a box, whose filter also uses the pixels around the box. If it `may_reduce`, a
-    JPEG whose box has at least 2, 4 or 8 times the pixels of the view, in both directions, is
-    decoded at a half, a quarter or an eighth.
+    BILINEAR with a box, whose filter also uses the pixels around the box. With `may_reduce`, a JPEG
+    whose box has at least 2, 4 or 8 times the pixels of the view, in both directions, is decoded at
+    a half, a quarter or an eighth.
 
     `restart_indexes` is memory for each image, initially zero. A crop records there where rows and
     columns of the image begin in its bytes, so that later crops can skip what they do not need.
@@ -237,7 +237,7 @@ def _refuse(row: int, reason: ctypes.Array[ctypes.c_char]) -> None:
     if row < 0:
         return
     said = reason.value.decode(errors="replace")
-    # The messages of our own C code, and of libjpeg.
+    # Our own C code and libjpeg report lack of memory with these messages.
     if said.startswith(("no memory", "Insufficient memory")):
         raise MemoryError(said)
     raise ImageError(said, row=row)

@@ -38,8 +38,7 @@ _SIGNATURES: dict[str, compiled.Signature] = {
     # images, count, sizes, outcomes, reason -> the first row that failed
     "pixels_sizes": (_I64, (_POINTER, _I64, *(_POINTER,) * 3)),
     # images, restart indexes, count, boxes, flips, view, view_bytes, may_reduce, out, outcomes,
-    # reason
-    # -> the same
+    # reason -> the first row that failed
     "pixels_render": (
         _I64,
         (_POINTER, _POINTER, _I64, *(_POINTER,) * 3, _I64, _I32, *(_POINTER,) * 3),

@@ -24,7 +24,8 @@ from dataplane.transforms.not_images import said_of
 
 Bytes = NDArray[np.uint8]
 
-# No formats that start another program, fetch something, or need several files.
+# The formats that are decoded. Formats that start another program, fetch something, or need several
+# files are left out.
 FORMATS = (
     "JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "TIFF", "JPEG2000", "PPM", "TGA", "ICO",
 )  # fmt: skip
@@ -37,8 +38,8 @@ _SIXTEEN_BITS = frozenset({"PNG", "PPM"})
 # TIFF's BitsPerSample.
 _BITS = 0x0102
 _TWELVE_BITS = 12
-# Byte sequences that show that a PNG or a TIFF has an orientation; for PNG with the name that
-# Pillow gives to the metadata.
+# Bytes without which a PNG or a TIFF has no orientation; for PNG with the name that Pillow gives to
+# the metadata.
 _PNG_WORDS = {
     b"eXIf": "exif",
     b"Raw profile type exif": "Raw profile type exif",
@@ -103,16 +104,16 @@ def _orientation(image: Image.Image, encoded: bytes) -> int:
     """
     if image.format == "TIFF":
         if _TIFF_WORD in encoded:
-            image.load()  # Pillow reports the size after rotation only then
+            image.load()  # only a loaded image has the size after rotation
         return 1  # Pillow itself applies the orientation when it loads the image
     if image.format == "PNG":
         words = [name for word, name in _PNG_WORDS.items() if word in encoded]
         if not words:
             return 1
         if any(name not in image.info for name in words):
-            image.load()  # metadata may come after the pixels
+            image.load()  # load all of it: metadata may come after the pixels
     try:
-        # Not PngImageFile.getexif, which decodes the image.
+        # Call the method of the base class, since PngImageFile.getexif decodes the image.
         turn = Image.Image.getexif(image).get(_ORIENTATION)
         return 1 if turn is None or turn not in _ORIENTATIONS else int(turn)
     except _FAULTS as fault:

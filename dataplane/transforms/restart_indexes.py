@@ -27,7 +27,7 @@ def restart_index_bytes(block_bytes: int) -> int:
 
 
 def places(regions: Ints, blocks: Ints, starts: Ints, lengths: Ints) -> Ints:
-    """Return address and length of the restart index of each image; 0 and 0 where it has none.
+    """Return address and length of each image's restart index; 0 and 0 for images without one.
 
     Shapes:  regions: int64[blocks, 2], address and length of each block's restart indexes.
              blocks, starts, lengths: int64[n], the block of an image, where it starts among the

@@ -41,11 +41,12 @@ class RowFilter(Struct, frozen=True):
         """Return the filter of a view; None if the view restricts rows only by a limit, or not at
         all.
 
-        Raises:  ConfigError: its condition does not suit the schema.
+        Raises:  ConfigError: the view's condition does not suit the schema.
         """
         if not view.where:
             return cls(view, None) if has_shares(view) else None
-        # A late import: most views have no condition, and a node starts faster without it.
+        # Import this module late: most views have no condition, and a node starts faster without
+        # it.
         from dataplane.transforms.condition import Condition
 
         return cls(view, Condition.of(view.where, schema))
@@ -112,5 +113,5 @@ def filtered(batch: pa.RecordBatch, mask: Bools) -> pa.RecordBatch:
 def _filtered(array: pa.Array, mask: pa.Array) -> pa.Array:
     try:
         return array.filter(mask)
-    except pa.ArrowNotImplementedError:  # for example, string views
+    except pa.ArrowNotImplementedError:  # Arrow cannot filter string views, for example
         return objects(array).filter(mask)

@@ -33,7 +33,7 @@ def stacks_of(options: ColumnOptions) -> tuple[StackSpec, ...]:
 def stack_specs(stacks: Mapping[str, Stack | Sequence[str]]) -> tuple[StackSpec, ...]:
     """Return the stacks that a mapping from new names to columns declares, by name.
 
-    Raises:  ConfigError: it is not such a mapping, or names a column twice.
+    Raises:  ConfigError: `stacks` is not such a mapping, or names a column twice.
     """
     if not isinstance(stacks, Mapping) or not all(isinstance(name, str) for name in stacks):
         raise ConfigError(f"stack={stacks!r:.80}: pass a dict: {_EXAMPLE}", field="stack")
@@ -70,7 +70,7 @@ def _spec(name: str, given: object) -> StackSpec:
 def stacked_columns(
     specs: Sequence[ColumnSpec], stacks: Sequence[StackSpec]
 ) -> tuple[ColumnSpec, ...]:
-    """Return the columns of batches: those that are not stacked, then the stacks.
+    """Return the columns of batches: the columns that are not stacked, then the stacks.
 
     Raises:  ConfigError: a column has more than one number a sample, the columns have several
     types, or the name is taken; says what to do.

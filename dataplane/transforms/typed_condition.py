@@ -130,7 +130,8 @@ class TypedCondition:
                 pairs = [_stored("==", of, operand, value) for value in values]
                 if isinstance(operand, Constant):
                     return Constant(operand.value in values)
-                # Values for which the relation changed do not exist in the column's type.
+                # Leave out values that the column's type cannot hold: `_stored` changed their
+                # relation.
                 members = [value for relation, value in pairs if relation == "=="]
                 return Operation("in", (operand, Stored(pa.array(members, pairs[0][1].type))))
             case Operation(relation, (left, right)) if relation in COMPARE:
@@ -276,14 +277,14 @@ def _mistaken(node: Node, operand: Node, why: str) -> ConfigError:
     return ConfigError(f"where: {_described(node, operand)}: {why}", field=name)
 
 
-# Constants in the type of a column.
+# Convert constants to the type of a column.
 
 _MIRRORED = str.maketrans("<>", "><")
 
 
 def _stored(relation: str, node: Node, operand: Node, value: Any) -> tuple[str, pa.Scalar]:
-    """Return a comparison with a value of the operand's type that has the same result, for every
-    row, as this one with a constant.
+    """Convert a comparison of an operand with a constant: return a relation, and a value of the
+    operand's type, that give the same result for every row.
     """
     kind = _type_of(operand)
     of, is_flag = _kind_of(kind), isinstance(value, bool)
@@ -318,9 +319,9 @@ def _on_floats(relation: str, value: float | Decimal) -> tuple[str, pa.Scalar]:
     if not isinstance(value, int) or value == nearest:
         return relation, pa.scalar(nearest)
     if relation == "!=":
-        return relation, pa.scalar(math.nan)  # true for all
+        return relation, pa.scalar(math.nan)  # true for every float
     if relation == "==":
-        return "<", pa.scalar(-math.inf)  # false for all
+        return "<", pa.scalar(-math.inf)  # false for every float
     lower = nearest if nearest < value else math.nextafter(nearest, -math.inf)
     return "<=" if "<" in relation else ">", pa.scalar(lower)
 
@@ -336,7 +337,8 @@ def _on_grid(relation: str, value: float | Decimal, kind: pa.DataType) -> tuple[
     else:
         highest, scale = 10**kind.precision - 1, kind.scale
         lowest = -highest
-    # Compared with decimals, a constant has the value that is written: 0.1 is a tenth.
+    # When compared with decimals, a constant has exactly the value that the user wrote: 0.1 is a
+    # tenth.
     is_written = isinstance(value, float) and not is_whole
     units = Fraction(repr(value) if is_written else value) * Fraction(10) ** scale
 

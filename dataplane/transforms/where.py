@@ -156,7 +156,7 @@ _SPELLED: Final = {"=": "==", "<>": "!=", **{relation: relation for relation in 
 def canonical_where(given: object) -> str:
     """Return the canonical text of the loader's argument where=; "" for None.
 
-    Raises:  ConfigError: it is not a condition.
+    Raises:  ConfigError: the argument is not a condition.
     """
     if given is None:
         return ""
@@ -377,7 +377,8 @@ class _Parser:
     def _number(self, token: _Token) -> int | float | Decimal:
         """Parse a whole number, or the float that the text denotes, or else the exact decimal."""
         written, nearest = Decimal(token.text), float(token.text)
-        # Without limits, a short text could denote a fraction of a billion digits.
+        # Refuse very large and very small numbers: a short text could denote a fraction of a
+        # billion digits.
         if nearest == float("inf"):
             raise self._error("this number is too large")
         if written and not nearest:

@@ -1,4 +1,4 @@
-"""Blocks that are open for gathering, and single rows of them, gathered into scratch memory as a
+"""Blocks that are open for gathering. Single rows of them can be gathered into scratch memory as a
 test.
 """
 
@@ -30,8 +30,8 @@ _APART_BYTES = 1 << 20
 
 class OpenBlock(Struct, frozen=True):
     """A block to gather from: the mapped file of its rows, if any, which rows it has, and the
-    restart indexes of its images. `numbers` are the rows of an excerpt, None of a whole block.
-    `replaced` are its rows with the content of others, by their numbers in the block.
+    restart indexes of its images. `numbers` are the rows of an excerpt, None for a whole block.
+    `replaced` are the rows with the content of others, by their numbers in the block.
     """
 
     columns: BlockColumns
@@ -49,8 +49,8 @@ def slab_images_of(
     row_index: RowIndex,
     tried: TriedImages | None = None,
 ) -> SlabImages | None:
-    """The image columns of rows of these blocks, if there are any; of images that are `tried`,
-    those that cannot be decoded are noted there.
+    """Return the image columns of rows of these blocks, if there are any. If `tried` is given,
+    images that cannot be decoded are noted there.
 
     Shapes:  row_index: int32[rows, 2].
     """

@@ -1,4 +1,4 @@
-"""Apply a user's map to the blocks of a dataset, and find its columns by the first rows.
+"""Apply a user's map to the blocks of a dataset, and find the map's columns from the first rows.
 
 The first rows are read by a job of the node's own, before the job that has the map is opened: its
 blocks have one column, whose first row lists the columns that the map returns.
@@ -21,14 +21,14 @@ from dataplane.worker.functions import (
 )
 
 FOUND_COLUMNS = pa.schema([("columns", pa.large_binary())])
-"""The schema of the blocks of a dataset whose columns are looked for."""
+"""The schema of the blocks that list the columns of a map."""
 _FIRST_ROWS = 64
 _ARGUMENT = "map"
 
 
 class BlockMapping(Struct, frozen=True):
-    """The function of this name over blocks, with the columns that it returned before; None: they
-    must be found.
+    """Applies the function `name` to blocks. `columns` are those that the function returned for the
+    first rows; None: they must be found.
     """
 
     name: str
@@ -36,10 +36,10 @@ class BlockMapping(Struct, frozen=True):
     columns: MappedColumns | None
 
     def applied(self, batch: pa.RecordBatch, raw: tasks.RawBlockRef) -> pa.RecordBatch:
-        """The block that the function makes of a decoded block.
+        """Apply the function to a decoded block.
 
-        Raises:  FunctionError: it fails, or returns something else than it did for the first rows.
-        ConfigError: it cannot be imported.
+        Raises:  FunctionError: the function fails, or returns something else than it did for the
+        first rows.  ConfigError: the function cannot be imported.
         """
         function = loaded(_ARGUMENT, self.name)
         if self.columns is None:

@@ -1,7 +1,7 @@
 """Call a user's collate function with each batch of a slab, and write the results into the slab.
 
-Batches lie one after the other, each with all of its columns, since a batch's size is known only
-once it was made.
+Batches lie one after the other, each with all of its columns, since the size of a batch is known
+only once it is made.
 
 Invariants:
 1. A batch depends only on its rows, its position in the epoch, its dp rank and the job's seed: not
@@ -51,14 +51,14 @@ _DTYPES = frozenset(
         *("float16", "float32", "float64", "complex64", "complex128"),
     )
 )
-"""The types of tensors, as this machine stores them."""
+"""The dtypes that a tensor may have, in this machine's byte order."""
 _Array = np.ndarray[Any, np.dtype[Any]]
 _GatherSome = Callable[[tuple[Batch, ...], RowIndex], Gathers]
 
 
 class _Given(msgspec.Struct, frozen=True):
     """The input of the function for one batch: the batch's rows in the index, and the memory of its
-    columns.
+    columns. `at` is the index of the batch in `columns`.
     """
 
     batch: Batch
@@ -69,9 +69,9 @@ class _Given(msgspec.Struct, frozen=True):
 
 
 class CollateGather:
-    """The columns that another object gathers for some batches, changed by a function of the user.
-    `specs` are the gathered columns; `tell` is called with the step of each batch, and its rows,
-    before the function is.
+    """Applies a function of the user to the columns that another object gathers for some batches.
+    `specs` are the gathered columns. Before each call of the function, `tell` gets the step and the
+    rows of the batch.
 
     Shapes:  row_index: int32[rows, 2], batch after batch.
     """
@@ -86,7 +86,7 @@ class CollateGather:
         tell: Callable[[int, RowIndex], None] | None = None,
     ) -> None:
         self._collate, self._specs, self._batches = collate, specs, tuple(batches)
-        # A copy, since the trainer can write to the memory of the index.
+        # Copy the index: it lies in memory that the trainer can write to.
         self._index = np.array(row_index, np.int32, order="C")
         self._gather, self._tell = gather, tell
 
@@ -94,7 +94,7 @@ class CollateGather:
         """Implement Gather.into.
 
         Raises:  FunctionError: the function fails, or returns something else than it did for the
-        first batch.  ConfigError: it cannot be imported.
+        first batch.  ConfigError: the function cannot be imported.
         """
         memory: Bytes = np.frombuffer(slab, np.uint8)
         made: list[list[_Place]] = []
@@ -105,7 +105,7 @@ class CollateGather:
             except FunctionError:
                 if not made:
                     raise
-                break  # those before it are well; the next slab begins with this one
+                break  # deliver the batches before this one; the next slab begins with it
             places, after = _places(arrays, end)
             if after > len(slab):
                 if not made:
@@ -124,7 +124,7 @@ class CollateGather:
         return Gathered(len(made), bytes_used=end, columns=columns)
 
     def _arrays(self, given: _Given) -> list[_Array]:
-        """The arrays of one batch, one for each column."""
+        """Return the arrays of one batch, one for each column."""
         collate, wanted, batch = self._collate, self._collate.columns, given.batch
         if not batch.rows and wanted:
             return [np.zeros(spec.shape, spec.dtype) for spec in wanted]
@@ -150,8 +150,8 @@ class CollateGather:
             return [_found(returned, batch.rows, function.code, at)]
 
     def _given(self, room: int) -> Iterator[_Given]:
-        """Yield the function's inputs, batch after batch: as many as fit into this room are
-        gathered together, at least one.
+        """Yield the function's inputs, batch after batch. Batches are gathered together if they fit
+        into `room` bytes, but at least one at a time.
         """
         first, left = 0, self._batches
         while left:
@@ -176,8 +176,9 @@ def slab_gather(
     gather: Callable[[Assemble, RowIndex], Gathers],
     tell: Callable[[Reading], None],
 ) -> Gathers:
-    """Assemble the slab of this task. `gather` collects its rows; the column of sources and the
-    user's function are applied if the task names them. `tell` reports progress.
+    """Return the object that gathers this task's slab. `gather` collects the rows; the column of
+    sources is added, and the user's function applied, if the task asks for them. `tell` reports
+    progress.
     """
 
     def gathered(batches: tuple[Batch, ...], rows: RowIndex) -> Gathers:
@@ -216,7 +217,7 @@ def _gathered_columns(dataset: ReadDataset, body: Assemble) -> tuple[ColumnSpec,
 
 
 def _numpy(spec: ColumnSpec, column: Column, given: _Given) -> dict[str, Any]:
-    """Return one column of one batch in the form of a loader without tensors."""
+    """Return one column of one batch as a loader without tensors delivers it."""
     name, at, memory, rows = spec.name, given.at, given.memory, given.batch.rows
     start = column.values[at]
     if spec.kind is Kind.FIXED:
@@ -271,7 +272,7 @@ def _texts(spec: ColumnSpec, column: Column, given: _Given) -> list[Any]:
 
 
 def _found(returned: Mapping[str, object], rows: int, code: str, at: CalledAt) -> _Array:
-    """Describe the first batch's results as text."""
+    """Return the description of the first batch's columns, as JSON."""
     arrays = {name: _array(given, name, at) for name, given in returned.items()}
     specs = tuple(
         ColumnSpec(name, Kind.ARRAY, array.dtype.name, (0,) * array.ndim)
@@ -298,8 +299,8 @@ def _typed(given: object, spec: ColumnSpec, at: CalledAt) -> _Array:
     """Convert an array to the type and the number of dimensions of the first batch."""
     array, dtype = _array(given, spec.name, at), np.dtype(spec.dtype)
     if array.dtype != dtype and not hasattr(given, "dtype"):
-        # Python's numbers have no type of their own. In both directions: to compare a whole number
-        # with a float makes it one, too.
+        # Python's numbers have no fixed type: convert them if that changes no value. Compare in
+        # both directions, since a comparison with floats makes floats of whole numbers, too.
         with np.errstate(over="ignore", invalid="ignore"):
             changed = array.astype(dtype)
             is_same = np.array_equal(changed, array)
@@ -357,7 +358,7 @@ class _Place(msgspec.Struct, frozen=True):
     count: int
 
     def write(self, memory: Bytes, array: _Array) -> None:
-        """Copy the array there."""
+        """Copy the array to this place."""
         shape = np.array(array.shape, np.int64).view(np.uint8)
         memory[self.shape : self.shape + len(shape)] = shape
         if self.count:
@@ -365,7 +366,7 @@ class _Place(msgspec.Struct, frozen=True):
 
 
 def _places(arrays: Sequence[_Array], end: int) -> tuple[list[_Place], int]:
-    """The places of the arrays of a batch behind others, and where it ends."""
+    """Return the places of a batch's arrays from `end` on, and where the batch ends."""
     places = []
     for array in arrays:
         values = aligned(end)

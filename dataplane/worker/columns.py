@@ -33,7 +33,7 @@ class BufferSpan(Struct, frozen=True):
 
     @property
     def address(self) -> int:
-        """The address of a buffer; 0 if there is none."""
+        """The address of the bytes; 0 if there is no buffer."""
         return 0 if self.buffer is None else self.buffer.address + self.offset
 
     @property
@@ -86,7 +86,7 @@ class BlockColumns(Struct, frozen=True):
 
 
 def row_sizes(specs: Sequence[ColumnSpec]) -> list[int]:
-    """The size of one row of each column, 0 of those that are not FIXED."""
+    """Return the size of one row of each column; 0 for columns that are not FIXED."""
     known: dict[tuple[str, tuple[int, ...]], int] = {}
     found = []
     for spec in specs:
@@ -160,7 +160,7 @@ def _runs(array: pa.Array, spec: ColumnSpec) -> BufferSpan:
 
 
 def offset_bytes(kind: pa.DataType) -> int:
-    """The bytes of a row's offset; 0 if rows of this type have none."""
+    """Return the bytes of a row's offset; 0 if rows of this type have no offsets."""
     return _OFFSET_BYTES.get(kind.id, 0)
 
 
@@ -182,7 +182,7 @@ def _part(buffer: pa.Buffer | None, offset: int, length: int) -> BufferSpan:
 
 
 def by_block(row_index: RowIndex) -> Iterator[tuple[int, Ints, Ints]]:
-    """(block, rows of it, places in the index), block after block.
+    """Yield (block, its rows, their places in the index), block after block.
 
     Shapes:  row_index: int32[rows, 2].   places: int64, rising within a block.
     """

@@ -25,7 +25,7 @@ from dataplane.model.errors import (
 )
 
 NOT_STARTED = "no process can be started: "
-"""The fork server's words, and then why."""
+"""The fork server writes this text to stderr, followed by the reason."""
 _AT_A_LIMIT = tuple(f"[Errno {number}]" for number in (errno.EAGAIN, errno.ENOMEM))
 # Messages of C++ and Python when memory runs out and no error can be returned.
 _MEMORY_WORDS = ("bad_alloc", "MemoryError", "Cannot allocate memory")
@@ -65,9 +65,9 @@ class ProcessEnd(Struct, frozen=True):
 
 
 class WorkerPlace(Struct, frozen=True):
-    """The place that a worker was working at. `block` and `row` count from 0 within the shard;
+    """The place at which a worker was working. `block` and `row` count from 0 within the shard;
     `first_row` is the block's first row. `of_view`: rows are counted among those of a view. With a
-    `step`, it was working at the batch of that step, which has rows of several blocks.
+    `step`, the worker was working at the batch of that step, which has rows of several blocks.
     """
 
     shard: str
@@ -89,11 +89,11 @@ class WorkerPlace(Struct, frozen=True):
         return ", ".join(parts)
 
     def at_row(self, row: int | None, column: str | None) -> WorkerPlace:
-        """A row of the block, and a column of that row."""
+        """Return the place of a row of the block, and of a column of that row."""
         return replace(self, row=None if row is None else self.first_row + row, column=column)
 
     def at_step(self, step: int) -> WorkerPlace:
-        """The batch of a step of the epoch, which has rows of this block."""
+        """Return the place of the batch of a step of the epoch, which has rows of this block."""
         return replace(self, step=step)
 
     @property
@@ -142,9 +142,9 @@ def blame(
     limit_bytes: int,
     function: str = "",
 ) -> DataplaneError:
-    """The error for a task at which these workers ended. `doing` is a phrase about the place;
-    `limit_bytes` is the memory limit of each worker; `function` the user's function that the task
-    calls.
+    """Return the error for a task at which these workers ended. `doing` is a phrase about the
+    place; `limit_bytes` is the memory limit of each worker; `function` the user's function that the
+    task calls.
     """
     if function:
         doing = f"{doing} and calling {function!r}"
@@ -196,7 +196,7 @@ def blame(
 
 
 def nobody_alive(end: ProcessEnd) -> DataplaneError:
-    """The error for all waiting jobs if no worker can be started."""
+    """Return the error for all waiting jobs if no worker can be started."""
     if end.cause is Cause.NOT_STARTED:
         return not_started(end.words.partition(": ")[2])
     return DataplaneError(
@@ -206,7 +206,9 @@ def nobody_alive(end: ProcessEnd) -> DataplaneError:
 
 
 def not_started(why: str) -> DataplaneError:
-    """The error if the machine starts no process for a task, whatever data the task is about."""
+    """Return the error if the machine cannot start a process for a task, whatever the
+    task's data.
+    """
     if not why.startswith(_AT_A_LIMIT):
         return DataplaneError(
             f"a process of the node cannot be started: {why}. Look at the node's output, and "

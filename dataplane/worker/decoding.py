@@ -27,10 +27,10 @@ from dataplane.worker.stacking import StackedPlan, canonical_stacked, plan_stack
 
 
 class ReadDataset(Struct):
-    """A dataset as one job reads it. `columns` are those that are decoded; `is_whole`: these are
-    all columns of its shards. `rows` chooses rows of each block; then `top_level` are the columns
-    that are kept, and `mapping` makes others of them. `packs`: the rows of batches are packs of
-    these. `replaces`: rows that cannot be read have the content of others, drawn with the `seed`.
+    """A dataset as one job reads it. `columns` are decoded; `is_whole`: they are all columns of its
+    shards. `rows` chooses rows of each block; after that, only the `top_level` columns are kept,
+    and `mapping` makes other columns of them. `packs`: the rows of a batch are packs of the blocks'
+    rows. `replaces`: rows that cannot be read are replaced by others, drawn with the `seed`.
     """
 
     format: base.Format
@@ -48,7 +48,7 @@ class ReadDataset(Struct):
 
 
 def read_dataset(body: tasks.OpenDataset, schema: pa.Schema) -> ReadDataset:
-    """The dataset of this message, whose schema has arrived in parts."""
+    """Return the dataset that this message describes; `schema` is its whole schema."""
     mapped = mapped_in(schema)
     if body.finds_columns:
         plan = plan_stacked(FOUND_COLUMNS, body.column_options)
@@ -81,9 +81,10 @@ def canonical_batch(
     arenas: Mapping[int, Arena],
     shards: MappedShards,
 ) -> tuple[pa.RecordBatch, Ints | None]:
-    """A block in canonical form, and the places of its columns if they were determined.
+    """Decode a block into canonical form; return the places of its columns, too, if they were
+    determined.
 
-    Raises:  CorruptShard: its bytes are not what the index says.  FunctionError: of the user's map.
+    Raises:  CorruptShard: the bytes do not match the index.  FunctionError: the user's map fails.
     """
     preamble, body, number = _raw_views(raw, arenas, shards, is_whole=dataset.is_whole)
     block = base.RawBlock(
@@ -107,9 +108,9 @@ def canonical_batch(
 def other_batch(
     dataset: ReadDataset, raw: tasks.RawBlockRef, bad: tasks.BadBlock
 ) -> tuple[pa.RecordBatch, Ints | None]:
-    """A block that cannot be decoded, with the rows of another one in canonical form.
+    """Replace a block that cannot be decoded: return rows of another one, in canonical form.
 
-    Raises:  CorruptShard, FunctionError: the other one cannot be decoded either.
+    Raises:  CorruptShard, FunctionError: the other block cannot be decoded either.
     """
     other = bad.other
     block = base.RawBlock(
@@ -126,8 +127,8 @@ def other_batch(
 def _salvaged(
     dataset: ReadDataset, raw: tasks.RawBlockRef, block: base.RawBlock
 ) -> tuple[pa.RecordBatch, Sequence[int], Bad]:
-    """Return a block with other rows in place of those that cannot be read: with the numbers of its
-    rows among those that it stores, and which of them are bad.
+    """Return a block in which other rows replace those that cannot be read, the number of each row
+    among the block's stored rows, and which rows are bad.
 
     Raises:  CorruptShard, FunctionError: the whole block is bad.
     """
@@ -151,7 +152,7 @@ def _canonical(
 
 
 def _viewed(dataset: ReadDataset, batch: pa.RecordBatch, raw: tasks.RawBlockRef) -> pa.RecordBatch:
-    """Return the rows of the view; of the last block within a limit, the first ones."""
+    """Return the rows of the view. The last block within a limit is cut to its first rows."""
     if dataset.rows is not None:
         batch = dataset.rows.left(batch, _rows_of(raw))
     return _within_view(dataset, batch, raw)
@@ -179,7 +180,7 @@ def _viewed_apart(
     block: base.RawBlock,
     bad: Bad,
 ) -> tuple[pa.RecordBatch, Sequence[int], Bad]:
-    """Return the rows of the view, their numbers in the block, and which of them are bad."""
+    """Return the rows of the view, their numbers in the block, and which rows are bad."""
     kept: Sequence[int] = range(raw.stored_rows)
     if dataset.rows is not None:
         if bad:
@@ -200,8 +201,8 @@ def _mapped_apart(
     numbers: Sequence[int],
     bad: Bad,
 ) -> tuple[pa.RecordBatch, Bad]:
-    """Return the block with other rows in place of the bad ones, as the map changes it, and all
-    rows that are bad: the map may fail at more.
+    """Replace the bad rows of a block by others, and apply the map. Return the result, and all bad
+    rows, including those at which the map fails.
     """
     mapping = dataset.mapping
 
@@ -215,7 +216,7 @@ def _mapped_apart(
     try:
         return mapping.applied(given, raw), bad
     except FunctionError as fault:
-        if fault.nouns.get("block") is None:  # it cannot be imported
+        if fault.nouns.get("block") is None:  # the function cannot be imported: no row is bad
             raise
         bad = bad | salvaging.unmapped(lambda part: mapping.applied(part, raw), given, fault)
     return mapping.applied(clean(bad), raw), bad
@@ -235,8 +236,8 @@ def _check_rows(raw: tasks.RawBlockRef, found: int, expected: int, said: str) ->
 def _raw_views(
     raw: tasks.RawBlockRef, arenas: Mapping[int, Arena], shards: MappedShards, *, is_whole: bool
 ) -> tuple[memoryview, memoryview, int]:
-    """(preamble, body, number of the preamble): from arenas, or from the mapped file. `is_whole`:
-    all columns of it are needed.
+    """Return (preamble, body, number of the preamble), from arenas or from the mapped file.
+    `is_whole`: all columns of the file are needed.
     """
     if raw.arena is not None:
         whole = arenas[0].view(raw.arena.offset, raw.arena.length).toreadonly()

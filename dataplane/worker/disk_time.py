@@ -20,8 +20,8 @@ _FAULT_S_MAX = 0.02
 def timed(
     work: Callable[[], tasks.Assembled | tasks.Decoded | tasks.Extracted],
 ) -> tasks.Assembled | tasks.Decoded | tasks.Extracted:
-    """The answer of a task, with the time spent waiting for a processor, and for the disk, if pages
-    were read from one.
+    """Perform a task; return its answer, with the time spent waiting for a processor, and for the
+    disk, if pages were read from one.
     """
     waits = _waits(os.getpid())
     before, began, waited_s = resource.getrusage(resource.RUSAGE_THREAD), time.monotonic(), waits()
@@ -31,7 +31,8 @@ def timed(
     if after.ru_majflt == before.ru_majflt:
         return done
     busy_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    # Waiting for a disk is a voluntary context switch; sharing a processor is an involuntary one.
+    # Attribute waiting to the disk by the share of voluntary context switches: a wait for a disk is
+    # a voluntary one, sharing a processor causes involuntary ones.
     gave_up, was_made = after.ru_nvcsw - before.ru_nvcsw, after.ru_nivcsw - before.ru_nivcsw
     waited_s = (time.monotonic() - began - busy_s) * gave_up / max(gave_up + was_made, 1)
     most_s = (after.ru_majflt - before.ru_majflt) * _FAULT_S_MAX

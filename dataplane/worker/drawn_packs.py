@@ -40,7 +40,7 @@ def write_packs(
         (kind, out.ctypes.data, *facts)
         for (kind, *facts), out in zip(form.outputs, columns, strict=True)
     ]
-    # Kept alive until the kernel has returned.
+    # Keep these arrays alive until the kernel has returned: the kernel gets only their addresses.
     packs, cuts, into = (np.array(each, np.int64) for each in (tables, firsts, outputs))
     pack = form.pack
     packing = np.array(
@@ -54,7 +54,7 @@ def write_packs(
         packing.ctypes.data, index.ctypes.data, places.ctypes.data, len(places)
     )
     if failed >= 0:
-        _drawn(blocks, index)  # says what is wrong, if that is a pack
+        _drawn(blocks, index)  # raises a better error if a pack does not exist
         raise RowOutOfBounds(
             f"the documents of pack {failed} of a slab are not where their block says: please"
             " report this bug in Dataplane, unless memory changed while it was read",
@@ -63,7 +63,7 @@ def write_packs(
 
 
 class _Drawn(Struct, frozen=True, eq=False):
-    """The packs of the blocks of a slab, by block and key, and which of them it has.
+    """The packs of the blocks of a slab, by block and key, and which of them the slab has.
 
     Shapes:  tables, numbers: int64[n]; pack numbers[i] of packs[tables[i]].
     """
@@ -74,7 +74,7 @@ class _Drawn(Struct, frozen=True, eq=False):
 
 
 def _drawn(blocks: Sequence[PackBlock], index: RowIndex) -> _Drawn:
-    """Raises:  RowOutOfBounds: there is no such pack."""
+    """Find the packs of the index.   Raises:  RowOutOfBounds: there is no such pack."""
     block, row = index.astype(np.int64).T
     outside = (block < 0) | (block >= len(blocks)) | (row < 0)
     if outside.any():

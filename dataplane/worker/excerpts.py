@@ -2,7 +2,7 @@
 
 An excerpt in the block arena starts with the numbers of its rows in the block, int32, rising. The
 rows follow from a multiple of a cache line on, stored as a block is. Row indexes name rows by their
-numbers in the block, whatever they are gathered from.
+numbers in the block, also if they are gathered from an excerpt.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from dataplane.worker.row_layout import open_stored, rows_of_block, store_rows
 def write_excerpt(
     block: BlockColumns, specs: Sequence[ColumnSpec], region: memoryview, row_count: int
 ) -> int:
-    """Write the rows whose numbers are at the start of the region. Returns the bytes that the
-    excerpt takes; if these are more than there are, no row is written.
+    """Write the rows whose numbers are at the start of the region. Return the bytes that the
+    excerpt needs; if the region has fewer, no row is written.
 
-    Raises:  RowOutOfBounds: there is no such row, or it is not among the values of its column.
+    Raises:  RowOutOfBounds: the block has no such row, or the row's values are not in its column.
     """
     others, packed = rows_of_block(block, specs, _numbers(region, row_count))
     head = row_numbers_bytes(row_count)
@@ -34,7 +34,7 @@ def write_excerpt(
 
 
 def write_packs(form: PackForm, block: PackBlock, region: memoryview, row_count: int) -> int:
-    """Write packs of the block, which have the columns of packs; see `write_excerpt`.
+    """Write packs of the block, with the columns of packs; see `write_excerpt`.
 
     Raises:  RowOutOfBounds: there is no such pack.
     """
@@ -59,8 +59,8 @@ def _numbers(region: memoryview, row_count: int) -> Ints:
 
 
 def places_of(row_index: RowIndex, numbers: Sequence[Ints | None]) -> RowIndex:
-    """The row index with each row number replaced by the row's place in its excerpt; rows of whole
-    blocks keep theirs. `numbers` has the row numbers of each block's excerpt, or None for a
+    """Replace each row number of the row index by the row's place in its excerpt; rows of whole
+    blocks keep their numbers. `numbers` has the row numbers of each block's excerpt, or None for a
     whole block.
 
     Raises:  RowOutOfBounds: an excerpt lacks a row.

@@ -4,11 +4,11 @@ The fork server runs in a new interpreter. In an embedded node that has just sta
 a fork of the node, so that the modules that both need are imported only once.
 
 Invariants:
-1. A process has one fork server. The first holder starts it and the last one ends it; if it died,
-   it is started again for the next request.
+1. A process has one fork server. The first holder starts it and the last one ends it. A fork server
+   that died is started again for the next request.
 2. The end of every requested process is recorded once: with its exit status, or as SIGKILL if the
-   fork server died, since its children die with it.
-3. A fork server that reads none of its messages, being stopped or stuck, is killed, and 2 applies.
+   fork server died, since the children of a fork server die with it.
+3. A fork server that is stopped or stuck, and so reads no messages, is killed, and 2 applies.
 4. Only calls that need a process id or an exit status wait for the fork server.
 """
 
@@ -34,8 +34,9 @@ from msgspec import Struct
 from dataplane.base import machine
 from dataplane.security.environment import forget_secrets, without_secrets
 
-# mimalloc would reserve a GiB in advance, which counts towards a memory limit. jemalloc would start
-# a thread even if it is not used, and a process with a second thread must not fork.
+# Keep a new fork server small, and in one thread, since a process with a second thread must not
+# fork: OpenBLAS and jemalloc would start threads even if they are not used. mimalloc would reserve
+# a GiB in advance, which counts towards a memory limit.
 ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "MIMALLOC_ARENA_EAGER_COMMIT": "0",
@@ -46,7 +47,7 @@ Main = Callable[[int], None]
 _PAUSE_S, _PAUSE_S_MAX = 0.001, 0.5
 _CLOSE_S = 5.0
 _HUNG_S = 60.0
-"""Imports from a slow file server take that long."""
+"""As long as imports from a slow file server may take."""
 _LOOK_S = 1.0
 
 
@@ -62,7 +63,7 @@ class ForkedProcess:
 
     @property
     def has_started(self) -> bool:
-        """Whether its process id is known, or it could not be started."""
+        """Whether the process id is known, or the process could not be started."""
         return self._started.is_set()
 
     @property
@@ -77,7 +78,7 @@ class ForkedProcess:
             self._ask_to_kill()
 
     def on_end(self, call: Callable[[int], None]) -> None:
-        """Call this with the exit status when the process ends, from another thread; or now if it
+        """Pass the exit status to `call` when the process ends, from another thread; at once if it
         has ended.
         """
         with self._changing:
@@ -91,7 +92,7 @@ class ForkedProcess:
         return self._ended.wait(timeout_s)
 
     def status(self) -> int:
-        """Its exit status; waits for it."""
+        """Return the exit status; waits for the end of the process."""
         self._ended.wait()
         return self._status
 
@@ -101,7 +102,7 @@ class ForkedProcess:
         self._started.set()
 
     def ended(self, status: int) -> None:
-        """Record its exit status, and call the callback."""
+        """Record the exit status, and call the callback."""
         with self._changing:
             self._status, call = status, self._on_end
             self._ended.set()
@@ -131,7 +132,7 @@ class _Fork(Struct, frozen=True):
         os.kill(self.pid, signal.SIGKILL)
 
     def wait(self) -> int:
-        """Its exit status; waits for it."""
+        """Return the exit status; waits for the end of the process."""
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
@@ -143,7 +144,7 @@ class _Server:
         self._changing = threading.Lock()
         self._processes: dict[int, ForkedProcess] = {}
         self._numbers = itertools.count(1)
-        # Same as rpc.sockets.pair(); rpc is imported while the fork server starts.
+        # Repeat rpc.sockets.pair() here, so that rpc is imported only while the fork server starts.
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             try:
@@ -199,7 +200,7 @@ class _Server:
         from dataplane.model.errors import PeerLost
         from dataplane.rpc import local, tasks
 
-        with contextlib.suppress(PeerLost):  # already killed
+        with contextlib.suppress(PeerLost):  # the fork server is gone, and its children with it
             local.send(self._sock, tasks.ToForkServer(tasks.KillChild(number)))
 
     def _receive(self) -> None:
@@ -231,12 +232,15 @@ class _Server:
             self._lose()
 
     def _check(self) -> None:
-        """Kill the fork server if it hangs while somebody waits for it. In its thread."""
+        """Kill the fork server if it hangs while somebody waits for it; runs in the receiving
+        thread.
+        """
         from dataplane.base.trace import Trace
 
         with self._changing:
             is_awaited = any(not one.has_started for one in self._processes.values())
-        # No child has the number 0: this only shows whether it is read.
+        # The probe asks to kill child 0, which does not exist: it only tests whether messages are
+        # read.
         probe = partial(self._kill, 0) if is_awaited else lambda: None
         if self._pulse.is_lost(self._process.pid, time.monotonic(), probe):
             why = "it reads no messages: it is stopped, or stuck in a system call"
@@ -262,7 +266,7 @@ class _Server:
 
 
 def _executed(sock: socket.socket, stderr_fd: int | None) -> subprocess.Popen[bytes]:
-    """A fork server in a new interpreter."""
+    """Start a fork server in a new interpreter."""
     return subprocess.Popen(
         [sys.executable, "-P", "-m", _MODULE, "--fork-server-fd", str(sock.fileno())],
         stdin=subprocess.DEVNULL,
@@ -273,7 +277,7 @@ def _executed(sock: socket.socket, stderr_fd: int | None) -> subprocess.Popen[by
 
 
 def _forked(sock: socket.socket, stderr_fd: int | None, main: Main) -> _Fork:
-    """A fork server in a fork of this process, which has one thread."""
+    """Start a fork server in a fork of this process, which has one thread."""
     pid = os.fork()
     if pid:
         return _Fork(pid)

@@ -1,9 +1,9 @@
 """Calls a user's functions in a worker, and checks what they return.
 
 Invariants:
-1. A module is imported, and a class instantiated, once a worker, when the first block needs it.
-2. Whatever a function raises becomes one FunctionError, with its traceback as text. Only a lack of
-   memory stays what it is.
+1. Each worker imports a module, and instantiates a class, only once: at first use.
+2. Whatever a function raises becomes one FunctionError, with its traceback as text. Only
+   out-of-memory errors are passed on unchanged.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from dataplane.transforms.functions import GENERATOR
 from dataplane.transforms.plain import is_any_list
 
 _TRACEBACK_MAX = 6000
-# A function that calls sys.exit has failed; workers hear of no interrupts.
+# A call of sys.exit counts as a failure. KeyboardInterrupt does not occur: workers ignore SIGINT.
 _FAILURES = (Exception, SystemExit)
 _NUMBER = re.compile(r"\b(u?int\d+|halffloat|float|double)\b")
 
 
 class UserFunction(Struct, frozen=True):
-    """A function that was imported, or an object of a class that was. `reads` are the stored
-    columns that it takes, None for all of them. `code` changes with the file that defines it, and
-    with its attribute `version`.
+    """An imported function, or an instance of an imported class. `reads` names the stored columns
+    that the function takes; None means all. `code` is a hash of the file that defines the function
+    and of its attribute `version`.
     """
 
     name: str
@@ -70,7 +70,7 @@ class CalledAt(Struct, frozen=True):
         return f"{place}: {self.argument}={self.function!r}"
 
     def fault(self, why: str) -> FunctionError:
-        """Return the error for a result with this fault."""
+        """Return the error that says `why` about this call."""
         nouns = {"shard": self.shard, "block": self.block, "step": self.step}
         given = {name: noun for name, noun in nouns.items() if noun is not None}
         return FunctionError(_sendable(f"{self} {why}"), function=self.function, **given)
@@ -81,9 +81,9 @@ class CalledAt(Struct, frozen=True):
 
 @functools.cache
 def loaded(argument: str, name: str) -> UserFunction:
-    """The function of this name, which its module defines.
+    """Import the function of this name, which its module must define.
 
-    Raises:  ConfigError: it cannot be imported, or is defined elsewhere; says why, and where.
+    Raises:  ConfigError: the function cannot be imported, or is defined elsewhere.
     """
     _use_import_path()
     module, _, path = name.partition(":")
@@ -119,10 +119,10 @@ def loaded(argument: str, name: str) -> UserFunction:
 
 
 def _defined(argument: str, name: str, module: str, path: str) -> Any:
-    """The function, class or object of this name in an imported module that defines it. What the
-    module only imports does not count: who may name functions of a module must not reach all that
-    it uses. For the same reason nothing is looked up inside of what has the name, or made by the
-    module's `__getattr__`.
+    """Return the function, class or object that an imported module itself defines under this name.
+    Names that the module only imports are rejected: permission to call the functions of a module
+    must not extend to everything that the module imports. For the same reason, neither attributes
+    of an object nor names made by the module's `__getattr__` are looked up.
 
     Raises:  ConfigError: there is no such name, or it is defined elsewhere.
     """
@@ -131,7 +131,7 @@ def _defined(argument: str, name: str, module: str, path: str) -> Any:
     if path not in own:
         raise ConfigError(f"{where} has no {path!r}", field=argument)
     found = own[path]
-    # An object has the name of its class where it has none of its own.
+    # An instance has no `__qualname__`: check where its class is defined.
     is_named = hasattr(found, "__qualname__")
     kind = found if is_named else type(found)
     home, label = str(kind.__module__), str(kind.__qualname__)
@@ -172,27 +172,29 @@ def _takes_generator(call: Callable[..., Any]) -> bool:
 
 @functools.cache
 def _content_of(module: str) -> bytes:
-    """The content of the file of a module that has been imported, as it was then: read once, so
-    that it is the same for all functions that this process calls, whatever becomes of the file.
+    """Return the content of the file of an imported module. The file is read only once, right after
+    the import: all functions of the module then get the same hash, even if the file changes later.
     """
     file = getattr(sys.modules[module], "__file__", None)
     try:
         return b"" if file is None else Path(file).read_bytes()
-    except OSError:  # it is within an archive
+    except OSError:  # the module is in an archive
         return b""
 
 
 def _code(content: bytes, call: Callable[..., Any]) -> str:
-    """16 hex digits of a hash of a module's file, and of the function's version if it has one."""
+    """Return 16 hex digits: a hash of a module's file, and of the function's version if it
+    has one.
+    """
     version = repr(getattr(call, "version", None)).encode("utf-8", "backslashreplace")
     return hashlib.blake2b(content + version, digest_size=8).hexdigest()
 
 
 def check_code(function: UserFunction, before: str, at: CalledAt) -> None:
-    """Check that a job has one version of a function: a worker that replaces another imports the
-    module anew, and may find a file that was edited meanwhile.
+    """Check that a function has the version with which the job was opened. A worker that replaces
+    another imports the module again, and the file may have been edited meanwhile.
 
-    Raises:  FunctionError: it is another version than that with which the job was opened.
+    Raises:  FunctionError: the version differs.
     """
     if before != function.code:
         raise at.fault(
@@ -218,7 +220,7 @@ def _reads(call: Callable[..., Any], argument: str, name: str) -> tuple[str, ...
 
 
 def _shown(given: object) -> str:
-    """A short form of an object of the user."""
+    """Return a short form of a user's object."""
     try:
         return f"{given!r:.80}"
     except _FAILURES:
@@ -226,7 +228,7 @@ def _shown(given: object) -> str:
 
 
 def _sendable(text: str) -> str:
-    """The text with halves of surrogate pairs written out: no message can have them."""
+    """Escape lone surrogates in a text: a message cannot contain them."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -234,13 +236,15 @@ def _sendable(text: str) -> str:
 
 
 def block_generator(seed: int, shard: int, block: int) -> np.random.Generator:
-    """The random numbers of a map for one block: the same on every node and in every epoch."""
+    """Return the random generator of a map for one block: the same on every node and in every
+    epoch.
+    """
     return np.random.Generator(np.random.Philox(key=key(seed, Domain.MAP, shard, block)))
 
 
 def batch_generator(seed: int, epoch: int, position: int, dp_rank: int) -> np.random.Generator:
-    """The random numbers of a collate function for the batch of a rank whose step begins at this
-    position of the epoch.
+    """Return the random generator of a collate function for one batch: that of a rank, for the step
+    that begins at this position of the epoch.
     """
     drawn = key(seed, Domain.COLLATE, epoch, position, dp_rank)
     return np.random.Generator(np.random.Philox(key=drawn))
@@ -267,7 +271,7 @@ def _told(error: BaseException) -> str:
         frames = frames.tb_next
     try:
         lines = "".join(traceback.format_exception(type(error), error, frames)).strip()
-    except _FAILURES:  # what it is made of, such as its cause, may be anything
+    except _FAILURES:  # formatting the error calls code of the user, which may fail, too
         lines = "".join(traceback.format_tb(frames)).strip()
     if len(lines) > _TRACEBACK_MAX:
         lines = f"{lines[: _TRACEBACK_MAX // 2]}\n  …\n{lines[-_TRACEBACK_MAX // 2 :]}"
@@ -283,9 +287,9 @@ def called(
     generator: np.random.Generator | None,
     at: CalledAt,
 ) -> Mapping[str, object]:
-    """The columns that the function returns, one at least.
+    """Call the function, and return its columns, at least one.
 
-    Raises:  FunctionError: it fails, or returns something else.
+    Raises:  FunctionError: the function fails, or does not return columns.
     """
     with user_code(at):
         if function.takes_generator:
@@ -320,7 +324,7 @@ def _columns_by_name(returned: object, at: CalledAt) -> dict[str, object]:
         returned = dict(zip(names, returned.columns, strict=True))
     if not isinstance(returned, Mapping):
         raise at.fault(f"returned {kind_of(returned)}, and not a dict of columns by name")
-    # Once: what a mapping of the user gives the next time may be something else.
+    # Read the mapping only once: a user's mapping may return other values the next time.
     columns = {name: returned[name] for name in returned}
     for name in columns:
         if not isinstance(name, str) or name != _sendable(name):
@@ -344,7 +348,7 @@ def mapped(
 ) -> pa.RecordBatch:
     """Apply the function to a block, and check the result against this schema, or against its own.
 
-    Raises:  FunctionError: it fails, or returns other columns, rows or types.
+    Raises:  FunctionError: the function fails, or returns other columns, rows or types.
     """
     columns = dict(zip(batch.schema.names, batch.columns, strict=True))
     returned = called(function, columns, generator, at)
@@ -408,7 +412,7 @@ def _array(given: object, wanted: pa.DataType | None, name: str, at: CalledAt) -
         )
     if wanted is not None and array.type != wanted:
         is_typed = hasattr(given, "dtype") or isinstance(given, pa.Array | pa.ChunkedArray)
-        form = _bare if is_typed else _loose  # Python's numbers have no type of their own
+        form = _bare if is_typed else _loose  # Python's numbers have no type: compare loosely
         if form(array.type) != form(wanted) and not _has_null_type(array.type):
             raise at.fault(
                 f"returned {array.type} in {where}, and {wanted} for the first rows of the "
@@ -432,7 +436,7 @@ def _array(given: object, wanted: pa.DataType | None, name: str, at: CalledAt) -
 
 
 def _exactly_cast(array: pa.Array, wanted: pa.DataType) -> pa.Array:
-    """Raises:  ArrowInvalid: a number does not fit; Arrow's cast makes large floats infinite."""
+    """Cast without loss; Arrow's cast makes large floats infinite.   Raises:  ArrowInvalid."""
     made = array.cast(wanted)
     if _infinities(made) != _infinities(array):
         raise pa.ArrowInvalid("a finite number would become infinite")
@@ -440,7 +444,7 @@ def _exactly_cast(array: pa.Array, wanted: pa.DataType) -> pa.Array:
 
 
 def _infinities(array: pa.Array) -> int:
-    """How many infinite numbers there are in a column, nested or not."""
+    """Count the infinite numbers in a column, nested or not."""
     if pa.types.is_map(array.type):
         return _infinities(array.keys) + _infinities(array.items)
     if pa.types.is_struct(array.type):
@@ -486,7 +490,7 @@ def _of_numpy(given: np.ndarray) -> pa.Array:
 
 
 def _bare(kind: pa.DataType) -> str:
-    """Return the type without a library's own choices: the width of offsets, and views."""
+    """Return the type without details that libraries choose: the width of offsets, and views."""
     text = str(kind)
     for word in ("large_", "_view"):
         text = text.replace(word, "")
@@ -494,7 +498,7 @@ def _bare(kind: pa.DataType) -> str:
 
 
 def _loose(kind: pa.DataType) -> str:
-    """Return the type without the size of its numbers."""
+    """Return the type with all number types treated as one."""
     return _NUMBER.sub("number", _bare(kind))
 
 
@@ -505,12 +509,12 @@ def _has_null_type(kind: pa.DataType) -> bool:
 
 
 def untyped(schema: pa.Schema) -> list[str]:
-    """The columns of which only nulls and empty lists were seen."""
+    """Return the columns whose type is unknown: only nulls and empty lists were seen."""
     return [field.name for field in schema if _has_null_type(field.type)]
 
 
 def kind_of(given: object) -> str:
-    """The type of what a function has returned, for errors."""
+    """Describe the type of a returned value, for errors."""
     kind = type(given)
     if given is None:
         return "None"

@@ -34,7 +34,8 @@ _NONE = np.empty(0, np.int64)
 
 
 class _Pieces(Struct, frozen=True):
-    """The places of the pieces of one column, relative to the column's start.
+    """The places of the pieces of one column, one piece for each batch, relative to the column's
+    start.
 
     Shapes:  values, sides, width: int64[batches]; a FIXED column has no sides and no width.
     ends: int64[batches + 1], where the first i batches end.   spans: as Rows.spans.
@@ -50,7 +51,7 @@ class _Pieces(Struct, frozen=True):
 
 class Gathered(Struct, frozen=True):
     """The number of batches that fitted, the places of their columns, and their size; if none
-    fitted, the size of the first one.
+    fitted, the size of the first batch.
     """
 
     batch_count: int
@@ -60,7 +61,9 @@ class Gathered(Struct, frozen=True):
 
 
 class Gather:
-    """Assembles one slab, or the rows `part` of it: then `slab_images` are those of these rows."""
+    """Assembles one slab, or only its rows `part`; `slab_images` has the images of the
+    same rows.
+    """
 
     def __init__(
         self,
@@ -77,13 +80,13 @@ class Gather:
         self._packing = blocks[0].row_layout if blocks else None
         self._batch_rows = np.array([batch.rows for batch in batches], np.int64)
         self._bounds = _sums(self._batch_rows)
-        self._alike: dict[int, _Pieces] = {}  # FIXED columns, by the size of a row
-        # A copy, since the trainer can write to the memory of the index.
+        self._alike: dict[int, _Pieces] = {}  # pieces of FIXED columns, by row size
+        # Copy the index: it lies in memory that the trainer can write to.
         row_index = np.array(row_index, np.int32, order="C")
         self._part, own = part, row_index[part]
         self._index = own
         self._rows = Rows(blocks, own)
-        # Of all rows the sizes must be known, so that each part finds its place.
+        # Read the sizes of all rows, also for a part of them: they determine where the part begins.
         is_sized = any(spec.kind is not Kind.FIXED for spec in specs)
         is_whole = len(own) == len(row_index) or not is_sized
         self._all_rows = self._rows if is_whole else Rows(blocks, row_index)
@@ -95,8 +98,7 @@ class Gather:
         ]
 
     def into(self, slab: memoryview, expect: Callable[[int], None] | None = None) -> Gathered:
-        """Write as many whole batches as fit; `expect` is called before with the bytes that they
-        take.
+        """Write as many whole batches as fit; `expect` is called first, with the number of bytes.
 
         Shapes:  slab: uint8[bytes], writable, page-aligned.
         Raises:  RowOutOfBounds: a row is not where its block says.
@@ -117,7 +119,7 @@ class Gather:
     def _written(self, out: _Slab, begins: Ints) -> Iterator[Column]:
         """Gather every column into its place; packed columns all at once."""
         packed = frozenset(self._packing.columns if self._packing is not None else ())
-        # FIXED columns, all at once, since a wide table has tens of thousands.
+        # Find the bounds of all FIXED columns at once: a wide table has tens of thousands.
         bounds = (begins[:, None] + np.outer(self._sizes, out.bounds)).tolist()
         for at, (spec, ends) in enumerate(zip(self._specs, bounds, strict=True)):
             if at in packed:
@@ -151,7 +153,7 @@ class Gather:
         spans: tuple[Ints, Ints] = (_NONE, _NONE),
         streams: tuple[bytes, ...] = (),
     ) -> _Pieces:
-        """Pieces of these widths, one batch after the other."""
+        """Return pieces of these widths, one batch after the other."""
         rows = self._batch_rows
         sides = slab_layout.side_bytes(spec.kind, rows)
         values, begins, ends = slab_layout.one_after_other(
@@ -167,7 +169,7 @@ class Gather:
         return found
 
     def _longest(self, lengths: Ints) -> Ints:
-        """The greatest length of each batch, 0 of an empty one."""
+        """Return the greatest length in each batch; 0 for an empty batch."""
         longest, some = np.zeros_like(self._batch_rows), self._batch_rows > 0
         if some.any():
             longest[some] = np.maximum.reduceat(lengths, self._bounds[:-1][some])
@@ -176,7 +178,7 @@ class Gather:
     def _streams(
         self, spec: ColumnSpec, blocks: Sequence[BlockColumns], row_index: RowIndex
     ) -> _Pieces:
-        """One Arrow stream per batch, with only the batch's rows; empty for an empty batch."""
+        """Make one Arrow stream per batch, with only the batch's rows; empty for an empty batch."""
         streams = [b""] * len(self._batch_rows)
         groups, name = list(by_block(row_index)), spec.name
         if groups:
@@ -220,7 +222,7 @@ class _Slab:
         return batch, np.arange(self.bounds[-1]) - self.bounds[batch]
 
     def write(self, at: int, spec: ColumnSpec, pieces: _Pieces, begin: int) -> Column:
-        """One column that is not FIXED, from `begin` on."""
+        """Write one column that is not FIXED, from `begin` on."""
         count = len(self._batch_rows)
         values, sides = begin + pieces.values[:count], begin + pieces.sides[:count]
         width = pieces.width[:count]
@@ -243,9 +245,9 @@ class _Slab:
         return Column(tuple(bounds[:-1]), (), ())
 
     def write_packed(self, row_layout: RowLayout, begins: Ints) -> None:
-        """The columns that are packed, all at once.
+        """Write all packed columns at once.
 
-        Shapes:  begins: int64[columns], where each of them begins, in the order of the row_layout.
+        Shapes:  begins: int64[columns], where each column begins, in the order of the row_layout.
         """
         begins = begins + self._first * row_layout.fields[:, 1]
         self._rows.packed(row_layout, self._count, self._bytes, begins)
@@ -282,7 +284,7 @@ class _Slab:
 
 
 def _cut(spans: tuple[Ints, Ints], form: ListForm) -> tuple[Ints, Ints]:
-    """Return where lists that may be too long start once cut, and their lengths."""
+    """Cut lists to the maximum length; return where each starts then, and its length."""
     if not form.length_max:
         return spans
     starts, lengths = spans
@@ -291,7 +293,7 @@ def _cut(spans: tuple[Ints, Ints], form: ListForm) -> tuple[Ints, Ints]:
 
 
 def _sums(counts: Ints) -> Ints:
-    """0, then the sum of the first, of the first two, …"""
+    """Return the running sums of the counts, with a leading 0."""
     sums = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=sums[1:])
     return sums

@@ -28,8 +28,8 @@ _PLAIN_KEY = re.compile(r"[\w./+=-]+", re.ASCII)
 
 
 class _Encoded(Struct, frozen=True):
-    """The encoded images of a column: whether there is one, its address and length, and its
-    restart index.
+    """The encoded images of a column: for each row, whether it has one, the image's address and
+    length, and its restart index.
     """
 
     valid: Bytes
@@ -38,9 +38,10 @@ class _Encoded(Struct, frozen=True):
 
 
 class SlabImages:
-    """The image columns of one slab. `specs` are the columns as they are delivered; `kept` are the
-    restart indexes of each block, if it has any; `numbers` the number of each row in its block. Of
-    images that are `tried`, those that cannot be decoded are noted there.
+    """The image columns of one slab. The attribute `specs` has the columns as they are delivered;
+    `kept` are the restart indexes of each block, if it has any; `numbers` are the numbers of the
+    rows in their blocks. If `tried` is given, images that cannot be decoded are noted there instead
+    of raising an error.
 
     Shapes:  numbers: int32[rows].
     Raises:  ConfigError: a column holds no bytes.
@@ -63,7 +64,7 @@ class SlabImages:
         self._shards = np.array([origin.shard for origin in origins], np.int64)
         self._first_rows = np.array([origin.first_row for origin in origins], np.int64)
         self._tried = tried
-        # Kept alive, since addresses point into their memory.
+        # Keep the restart indexes alive: addresses point into their memory.
         self._held = kept
         self._restart_indexes = np.array(
             [(0, 0) if each is None else (each.ctypes.data, len(each)) for each in kept], np.int64
@@ -115,7 +116,7 @@ class SlabImages:
         some: slice,
         out: Bytes,
     ) -> Iterator[tuple[int, ImageError]]:
-        """Write the pixels of some rows; gives the places of those that have none."""
+        """Write the pixels of some rows; yield the place and the error of each image that fails."""
         try:
             self._write(at, blocks, row_index, encoded, some, out)
         except ImageError as error:
@@ -135,7 +136,7 @@ class SlabImages:
         some: slice,
         out: Bytes,
     ) -> None:
-        """The pixels of some rows.   Raises:  ImageError: names shard, row and column."""
+        """Write the pixels of some rows.   Raises:  ImageError: names shard, row and column."""
         image = self._images[at]
         view = image.view()
         row_index, numbers = row_index[some], self._numbers[some]
@@ -160,8 +161,8 @@ class SlabImages:
     def _restart_indexes_of(
         self, at: int, blocks: Sequence[BlockColumns], row_index: RowIndex, spans: tuple[Ints, Ints]
     ) -> Ints | None:
-        """Find the restart indexes of images: their places follow from the places of all bytes of
-        the block, including other columns.
+        """Find the restart indexes of images. The place of an index depends on where the image lies
+        among all BYTES values of its block, other columns included.
         """
         if not self._images[at].is_cut or not self._restart_indexes.any():
             return None
@@ -196,7 +197,8 @@ class SlabImages:
             'to go on with another row in its place: bad_images="replace"; '
         )  # fmt: skip
         if error.nouns.get("reason", str(error)) == _NULL:
-            # Perhaps many are: in their places, others would come again and again.
+            # Advise to leave out all null images instead of replacing them: there may be many, and
+            # the rows in their places would come again and again.
             name = image.column if _PLAIN_NAME.fullmatch(image.column) else f"`{image.column}`"
             other = f'to train without all rows that have none: where="{name} is not null"; '
         return ImageError(
@@ -211,7 +213,7 @@ class SlabImages:
 
 
 def _without(origin: Origin, row: int, key: str | None) -> str:
-    """The settings that leave the row out of a job."""
+    """Describe the settings that leave the row out of a job."""
     if key is not None and _PLAIN_KEY.fullmatch(key):
         return f"""where="{KEY} != '{key}'\""""
     if origin.of_view:
@@ -224,8 +226,8 @@ def _name(origin: Origin) -> str:
 
 
 def _key_of(block: BlockColumns, row: int) -> str | None:
-    """The key of a sample in a tar file; None for other samples, or if the job left that column
-    out.
+    """Return the key of a sample in a tar file; None for other samples, or if the job leaves out
+    the column of keys.
     """
     if KEY not in block.batch.schema.names:
         return None

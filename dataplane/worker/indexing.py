@@ -6,9 +6,9 @@ Invariants:
    time goes into waiting for bytes. While a shard waits for a thread, only the parts that came with
    its task are held. If the process crashes or runs out of memory, any shard may be the cause: the
    node finds out which.
-3. A shard of a batch requests more bytes only a few times, never the same bytes twice, and a
-   limited number of them. The answer about a batch leaves out shards that cannot be indexed within
-   these limits, or at all: the node indexes those one by one, and reports what is wrong.
+3. For a shard of a batch, more bytes are requested only a few times, never the same bytes twice,
+   and only up to a total size. The answer about a batch leaves out shards that cannot be indexed
+   within these limits, or at all: the node indexes those one by one, and reports what is wrong.
 """
 
 from __future__ import annotations
@@ -48,10 +48,11 @@ _ROUNDS_MAX = 4
 """How often a batch requests more: a large footer, then the bytes that the footer names."""
 _SHARD_BYTES_MAX = 1 << 20
 _SHARDS_AT_ONCE = 16
-"""Each may take memory; others wait for them."""
-_STACK_BYTES = 4 << 20  # per thread, since it counts against the limit
+"""Further shards wait for a thread, since each shard may take memory."""
+_STACK_BYTES = 4 << 20  # small: each thread's stack counts against the memory limit
 _REPORT_S = 1.0
-# Reading takes most of the time of counting; decoding takes memory.
+# Decode at most two blocks at once while counting: decoding takes memory, and reading takes most of
+# the time anyway.
 _decoding = threading.BoundedSemaphore(2)
 
 
@@ -68,10 +69,10 @@ class Indexing:
         self._threads = ThreadPoolExecutor(_SHARDS_AT_ONCE)
 
     def accept(self, task: int, body: tasks.IndexingTask) -> None:
-        """Begin a task, or pass on the bytes that one has requested."""
+        """Begin a task, or pass bytes on to the task that requested them."""
         if isinstance(body, tasks.ShardBytes):
             waiting = self._reading.get(task)
-            if waiting is not None:  # it may have failed before it got all that it requested
+            if waiting is not None:  # else the task failed while it waited for bytes
                 waiting.arrived(body)
         elif isinstance(body, tasks.IndexBatch | tasks.BatchParts):
             self._threads.submit(self._answer, task, body, partial(self._of_batch, task, body))
@@ -122,7 +123,7 @@ class Indexing:
 
 
 class _RequestedShard(Struct, eq=False):
-    """A shard that the node reads for this process. `parts` came with the task."""
+    """A shard that the node reads for this process. `parts` came with the task, in advance."""
 
     send: Callable[[tasks.ReadShard], None]
     url: str
@@ -153,7 +154,7 @@ class _RequestedShard(Struct, eq=False):
     def stream(self) -> Iterator[Buffer]:
         request = self._request(None)
         while not (piece := self._answer(request)).is_end:
-            request = self._request(None)  # it is read while this one is parsed
+            request = self._request(None)  # the next piece is read while this one is parsed
             yield piece.content
 
     def arrived(self, body: tasks.ShardBytes) -> None:
@@ -218,15 +219,16 @@ def _fault(body: tasks.IndexingTask, error: Exception) -> tasks.ResultBody:
     if is_out_of_memory(error):
         return tasks.OutOfMemory()
     if isinstance(error, _NotReadError) or not isinstance(body, tasks.IndexShard | tasks.CountRows):
-        return DataplaneError(f"indexing failed: {error}")  # the node knows why, or finds it out
+        # The node failed to read the bytes, or will index the shards of the batch one by one.
+        return DataplaneError(f"indexing failed: {error}")
     done = "indexed" if isinstance(body, tasks.IndexShard) else "counted"
     what = f"{body.url}: cannot be {done}: {type(error).__name__}: {error}"
     return CorruptShard(what, shard=body.url)
 
 
 class _NotReadError(Exception):
-    """These bytes of a shard have not been read; without `places`, the whole shard is needed, or
-    the node could not read it.
+    """The bytes of a shard at these `places` have not been read. Without `places`, the whole shard
+    is needed, or the node could not read it.
     """
 
     def __init__(self, *places: Region) -> None:
@@ -235,7 +237,7 @@ class _NotReadError(Exception):
 
 
 class _PartsOfShard(Struct, eq=False):
-    """A shard of a batch: the parts of it that were read, and the places that were requested."""
+    """A shard of a batch: the parts that were read, and the places that were requested."""
 
     url: str
     size_bytes: int
@@ -277,7 +279,7 @@ class Batch:
         }
 
     def go_on(self, parts: Iterable[tasks.BatchPart]) -> tasks.MissingParts | tasks.BatchIndexed:
-        """Index the shards whose bytes are here; return the requests of the others, if any.
+        """Index the shards whose bytes are here; return the requests of the other shards, if any.
 
         Raises:  MemoryError.
         """
@@ -304,7 +306,7 @@ class Batch:
 
     def _index(self, number: int, shard: _PartsOfShard) -> tuple[Region, ...]:
         """Index a shard, and add its index and preamble to the answer. Return the places that must
-        be read first; nothing if it has an index, or never will.
+        be read first; nothing if the shard was indexed, or cannot be.
         """
         try:
             index = self._format.index(shard)
@@ -343,9 +345,9 @@ def _held(parts: Iterable[tasks.ShardPart | tasks.BatchPart], place: Region) -> 
 
 
 def counts_of(shard: ShardReader, order: tasks.CountRows) -> bytes:
-    """Count the rows of each block that belong to the view, as little-endian int64. A block whose
-    statistics decide the condition for all of its rows is not read, and of other blocks only the
-    columns that the view needs.
+    """Count the rows of each block that belong to the view, as little-endian int64. A block is not
+    read if its statistics decide the condition for all of its rows; of other blocks, only the
+    columns that the view needs are read.
 
     Raises:  CorruptShard.  ConfigError: the condition cannot be evaluated.
     """

@@ -9,13 +9,14 @@ from msgspec import Struct
 from dataplane.model.config import NodeConfig
 
 _MIB = 1 << 20
-# Decoding holds the columns as the library made them, their canonical form, and one column more.
+# Allow this many times a block's decoded size: decoding holds the columns as the library made them,
+# their canonical form, and one column more.
 _DECODING_TIMES = 3
 
 
 class WorkerBytes(Struct, frozen=True):
-    """The private memory that a worker may take: `base`, plus what the largest block of a dataset
-    needs, up to `most` in total.
+    """The private memory that a worker may take: `base`, plus the need of a dataset's largest
+    block, up to `most` in total.
     """
 
     base: int
@@ -23,10 +24,10 @@ class WorkerBytes(Struct, frozen=True):
 
     @classmethod
     def of(cls, config: NodeConfig) -> Self:
-        """From a node's configuration."""
+        """Return the limits of a node's configuration."""
         return cls(config.worker_memory_bytes, config.worker_memory_bytes_max)
 
     def for_blocks_of(self, decoded_bytes: int) -> int:
-        """Enough to decode a block of this size."""
+        """Return enough memory to decode a block of this size."""
         wanted = -(-(self.base + _DECODING_TIMES * decoded_bytes) // _MIB) * _MIB
         return max(self.base, min(wanted, self.most))

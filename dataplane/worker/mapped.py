@@ -29,15 +29,17 @@ class MappedShard(Struct, frozen=True, weakref=True, eq=False):
     fd: int
     mapping: mmap.mmap
     number: int
-    """Negative and unique to this mapping, whose bytes stay the same as long as the file is not
-    written."""
+    """A negative number, unique to this mapping. The mapped bytes stay the same as long as the file
+    is not written."""
 
     def check(self) -> None:
-        """Raises:  DatasetChangedError: the file was written since it was indexed."""
+        """Check that the file was not written since it was indexed.   Raises:
+        DatasetChangedError.
+        """
         _check_etag(self.url, self.etag, self.fd)
 
     def populate(self, columns: BlockColumns) -> None:
-        """Map only the columns of a block that lie in the file."""
+        """Map the pages of only those columns of a block that lie in the file."""
         start = np.frombuffer(self.mapping, np.uint8).ctypes.data
         for part in columns.values:
             if start <= part.address < start + len(self.mapping):
@@ -51,7 +53,7 @@ class MappedShards:
         self._shards: OrderedDict[tuple[str, str], MappedShard] = OrderedDict()
 
     def of(self, raw: tasks.RawBlockRef) -> MappedShard:
-        """The local file of a block.
+        """Return the local file of a block, which is mapped if it is not yet.
 
         Raises:  ShardNotFound, DatasetChangedError.
         """
@@ -72,7 +74,7 @@ def _map(path: str, raw: tasks.RawBlockRef) -> MappedShard:
     except OSError as error:
         raise ShardNotFound(f"{raw.url}: {error}", shard=raw.url) from error
     try:
-        _check_etag(raw.url, raw.etag, fd)  # its size, too: what is shorter cannot be mapped
+        _check_etag(raw.url, raw.etag, fd)  # includes the size: a shorter file cannot be mapped
         mapping = mmap.mmap(fd, raw.shard_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
     except BaseException:
         os.close(fd)

@@ -20,16 +20,16 @@ class Gathers(Protocol):
     """The interface that assembles a slab."""
 
     def into(self, slab: memoryview, expect: Callable[[int], None] | None = None, /) -> Gathered:
-        """Write as many whole batches as fit; `expect` is called before with the bytes that they
-        take.
+        """Write as many whole batches as fit; `expect` is called first, with the number of
+        bytes.
         """
 
 
 class NamedSources:
-    """The columns that another object gathers, followed by a column of int32: the source of each
-    row, which is that of its block. Only the rows `part` are written.
+    """The columns that another object gathers, followed by a column of int32 with the source of
+    each row's block. Only the rows `part` are written.
 
-    Shapes:  sources: one a block.   row_index: int32[rows, 2], (index of the block, row).
+    Shapes:  sources: one for each block.   row_index: int32[rows, 2], (index of the block, row).
     """
 
     def __init__(

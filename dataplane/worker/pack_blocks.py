@@ -1,10 +1,11 @@
-"""Blocks of documents, and the packs that are made of them.
+"""Blocks of documents, and the packs that are made from them.
 
-Blocks hold documents, so that they stay the same in all epochs; which of them share a pack is
-computed here, from their lengths and a key, when a block is first gathered from in an epoch.
+Blocks hold documents rather than packs, so that blocks stay the same in all epochs. Which documents
+share a pack is computed here, from their lengths and a key, when rows are first gathered from a
+block in an epoch.
 
 Invariants:
-1. Packs are remembered for some blocks only. Whatever is forgotten is computed again.
+1. Packs are remembered for some blocks only. Forgotten packs are computed again when needed.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ T = TypeVar("T")
 
 _KEPT_BYTES_MAX = 128 << 20
 _KEYS_KEPT = 2
-"""Keys of one block: an epoch begins while the one before it ends."""
+"""Keys remembered for one block: an epoch may begin while the previous one ends."""
 NO_LABEL = -100
-"""The label of what has no next token, which PyTorch's losses ignore."""
-# As kernel.h numbers them.
+"""The label where there is no next token; PyTorch's losses ignore it."""
+# The numbers of pack columns' kinds, as in kernel.h.
 TOKENS_KIND, LABELS_KIND = 0, 1
 _KINDS = {"position_ids": 2, "document_ids": 3, "cu_seqlens": 4, "max_seqlen": 5, LENGTHS: 6}
 
 
 class PackForm(Struct, frozen=True):
-    """The rules by which a dataset's blocks become packs: their columns, and those of packs, all
-    FIXED.
+    """The rules by which a dataset's blocks become packs. `stored` are the columns of blocks;
+    `specs` are the columns of packs, all FIXED.
     """
 
     pack: PackSpec
@@ -52,7 +53,7 @@ class PackForm(Struct, frozen=True):
 
     @classmethod
     def of(cls, stored: Sequence[ColumnSpec], pack: PackSpec) -> PackForm:
-        """Raises:  ConfigError: a column cannot be packed."""
+        """Plan the packs of these columns.   Raises:  ConfigError: a column cannot be packed."""
         form = cls(pack, tuple(stored), packed_columns(stored, pack))
         if form.counts:
             return form
@@ -147,7 +148,7 @@ def _document(origin: tasks.Origin | None, row: int) -> str:
 
 
 def _placed(error: ConfigError, origin: tasks.Origin | None) -> ConfigError:
-    """The same of a block that begins at this place."""
+    """Return the error with the place where the block begins."""
     if origin is None:
         return error
     place = f"{origin.url}, from row {origin.first_row} on"
@@ -160,7 +161,7 @@ def _parts(values: Sequence[T], counts: Sequence[int]) -> list[tuple[T, ...]]:
 
 
 class KnownPacks:
-    """The packs of the blocks that were used last, by the key of the block."""
+    """The packs of the most recently used blocks, by the key of the block."""
 
     def __init__(self) -> None:
         self._packs: OrderedDict[int, dict[object, Packs]] = OrderedDict()
@@ -175,11 +176,12 @@ class KnownPacks:
         origin: tasks.Origin | None,
         taken_out: tuple[TakenDocument, ...] = (),
     ) -> Packs:
-        """The packs of a block, drawn with this key, without the documents that were taken out.
+        """Return the packs of a block, drawn with this key, without the documents that were taken
+        out.
 
-        Raises:  CorruptShard: carried columns have other lengths than the tokens, or there are
-        other packs than were counted. RowOutOfBounds: the lists are not among their values.
-        ConfigError: no document with tokens is left.
+        Raises:  CorruptShard: a carried column has other lengths than the tokens, or the number of
+        packs is not the counted one. RowOutOfBounds: a list has a negative length, or a removed
+        document is not in the block.  ConfigError: no document with tokens is left.
         """
         known, name = self._packs.setdefault(block_key, {}), (keyed, taken_out)
         self._packs.move_to_end(block_key)
@@ -223,7 +225,7 @@ def _check_count(found: int, origin: tasks.Origin) -> None:
 
 
 def document_lengths(columns: BlockColumns, origin: tasks.Origin | None, form: PackForm) -> Int64:
-    """The number of tokens of each document of a block.
+    """Return the number of tokens of each document of a block.
 
     Shapes:  result: int64[rows].
     """

@@ -1,10 +1,10 @@
 """Assembles slabs of packs: pieces of documents of decoded blocks, side by side.
 
 Invariants:
-1. All bytes of a pack are written: what no document takes is padding.
+1. All bytes of a pack are written: bytes that no document takes are padding.
 
-A padded batch is a pack in which each document takes a row. It has memory as long as a pack, of
-which the batch takes the first rows * width values.
+A padded batch is a pack in which each document takes a row. The memory of a padded batch is as long
+as a pack; the batch takes its first rows * width values.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _NO_PACKING = astuple(Packing(0, 0, 0, 0, 0))
 
 
 class PackGather:
-    """Assembles one slab of packs, or the packs `part` of it; `as_rows`: padded batches, too, as
-    packs of equal length.
+    """Assembles one slab of packs, or only its packs `part`. `as_rows`: padded batches are
+    assembled as packs of equal length, too.
 
-    Shapes:  row_index: int32[rows, 2], (block, pack and key), or a row of an excerpt.
+    Shapes:  row_index: int32[rows, 2], (block, pack and key), or (block, row) for an excerpt.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class PackGather:
         self._part = part
         self._has_shapes = form.pads and not as_rows
         self._form, self._blocks, self._batches = form, blocks, batches
-        # A copy, since the trainer can write to the memory of the index.
+        # Copy the index: it lies in memory that the trainer can write to.
         self._index = np.array(row_index, np.int32, order="C")
 
     def into(self, slab: memoryview, expect: Callable[[int], None] | None = None) -> Gathered:
@@ -69,7 +69,7 @@ class PackGather:
         index, places = self._index[:count][self._part], np.arange(count)[self._part]
         if any(one.packs is None for one in self._blocks):
             is_excerpt = np.array([*(one.packs is None for one in self._blocks), False], np.bool_)
-            # A row of no block is found below.
+            # Rows that name no block count as whole blocks here; `write_packs` reports them.
             copied = is_excerpt[np.clip(index[:, 0], -1, len(self._blocks))]
             for one, rows, put in by_block(index[copied]):
                 self._copy_excerpt(self._blocks[one].columns, rows, places[copied][put], columns)
@@ -91,7 +91,7 @@ class PackGather:
 
 
 class CountGather:
-    """Assembles one slab that reports the fate of blocks' tokens, or its rows `part`.
+    """Assembles one slab that reports how blocks' tokens are packed, or only its rows `part`.
 
     Shapes:  row_index: int32[rows, 2], (block, 0).
     """
@@ -131,8 +131,8 @@ def _padded_into(
     expect: Callable[[int], None] | None,
     write: Callable[[int, Sequence[Bytes]], None],
 ) -> Gathered:
-    """Implement `_into`, for batches that are one padded batch each, or none. Behind their columns
-    lies the shape of each.
+    """Implement `_into` for batches with at most one padded batch each. The shape of each batch
+    follows after the columns.
     """
     if any(batch.rows > 1 for batch in batches):
         raise RowOutOfBounds("a batch has more than one padded batch", row=1)
@@ -199,7 +199,7 @@ def _into(
 
 
 def packed_batch(form: PackForm, block: PackBlock, rows: Ints) -> pa.RecordBatch:
-    """These packs of a block, as an excerpt has them.
+    """Return these packs of a block in the form of an excerpt.
 
     Shapes:  rows: int64[n].
     """

@@ -21,8 +21,9 @@ _LENGTH, NULLS, OFFSET, VALUES = range(4)
 
 
 def placed_columns(batch: pa.RecordBatch) -> Ints:
-    """For each column: its length, its null count (-1 if not counted), the offset in rows of its
-    first value, and the address of its values, 0 if it has none. Valid as long as the batch lives.
+    """Return, for each column, its length, its null count (-1 if not counted), the offset in rows
+    of its first value, and the address of its values, 0 if it has no values. The addresses are
+    valid as long as the batch lives.
 
     Shapes:  result: int64[columns, 4].
     """
@@ -33,5 +34,5 @@ def placed_columns(batch: pa.RecordBatch) -> Ints:
 
 
 def may_have_nulls(places: Ints) -> bool:
-    """Whether a column has some, as far as is known."""
+    """Whether a column has nulls, or may have some."""
     return bool(places[:, NULLS].any())

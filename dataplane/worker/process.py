@@ -24,11 +24,11 @@ MEMORY_BYTES = 1 << 30
 """Default limit on a worker's private memory."""
 HUNG_S = 15.0
 WORDS_BYTES_MAX = 4096
-"""Bytes at the end of its stderr that are kept, to report how it ended."""
+"""The bytes at the end of a process's stderr that are kept, to report how the process ended."""
 _PIECE_BYTES = 4096
 _CLOSE_S = 5.0
 _PIECES_LEFT_MAX = 16
-"""Bytes to read from a pipe before it is closed: the capacity of a pipe."""
+"""Pieces that are read from a pipe before it is closed: together the capacity of a pipe."""
 
 
 class WorkerProcess:
@@ -54,8 +54,8 @@ class WorkerProcess:
         hung_s: float = HUNG_S,
     ) -> Self:
         """Start a process of this role with this memory limit; its stderr goes to ours, or to the
-        given one. The caller holds the fork server. It is hung if it reads nothing for `hung_s` of
-        its own time.
+        given one. The caller holds the fork server. The process counts as hung if it reads nothing
+        for `hung_s` of its own time.
         """
         ours, theirs = sockets.pair()
         ours.setblocking(False)
@@ -74,21 +74,23 @@ class WorkerProcess:
 
     @property
     def has_started(self) -> bool:
-        """Whether its process id is known, or none will ever be."""
+        """Whether the process id is known, or the process could not be started."""
         return self._process.has_started
 
     @property
     def pid(self) -> int:
-        """Its process id, waiting for it."""
+        """The process id; waits until it is known."""
         return self._process.pid
 
     @property
     def last_words(self) -> str:
-        """The last few lines that it wrote to its stderr."""
+        """The last few lines that the process wrote to its stderr."""
         return self._stderr.tail.decode(errors="replace")
 
     def is_hung(self, now: float, probe: Callable[[], object]) -> bool:
-        """Whether it must be replaced, by `Pulse.is_lost`; call this about twice a second."""
+        """Whether the process must be replaced, by `Pulse.is_lost`; call this about twice
+        a second.
+        """
         if not self._process.has_started or self.sock.fileno() < 0:
             return False
         return self._pulse.is_lost(self._process.pid, now, probe)
@@ -98,22 +100,26 @@ class WorkerProcess:
         self._loop.add_reader(self.sock.fileno(), call)
 
     def end(self, ended: Callable[[int], None]) -> None:
-        """Kill it and ignore what it still sends. `ended` gets the exit status when the process is
-        gone, with every thread that could still write into our memory.
+        """Kill the process and ignore what it still sends. `ended` gets the exit status when the
+        process is gone, with every thread that could still write into our memory.
         """
         self._hear_no_more()
         self._process.kill()
         self._process.on_end(partial(self._tell_end, ended))
 
     def kill(self) -> None:
-        """Close the connection and kill it, without waiting for its end. May be called twice."""
+        """Close the connection and kill the process, without waiting for its end. May be called
+        twice.
+        """
         self._hear_no_more()
         self._process.kill()
         self.sock.close()
         self._stderr.close()
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it is gone within this time. Blocks, so use it only when the node exits."""
+        """Wait until the process is gone; return False after the timeout. Blocks, so use it only
+        when the node exits.
+        """
         return self._process.wait(timeout_s)
 
     def _hear_no_more(self) -> None:
@@ -122,7 +128,7 @@ class WorkerProcess:
 
     def _tell_end(self, ended: Callable[[int], None], status: int) -> None:
         """Report the end; called in the thread that learns of it."""
-        with contextlib.suppress(RuntimeError):  # the node has ended as well
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: the node has ended
             self._loop.call_soon_threadsafe(self._collected, ended, status)
 
     def _collected(self, ended: Callable[[int], None], status: int) -> None:
@@ -132,8 +138,8 @@ class WorkerProcess:
 
 
 def kill_all(processes: Iterable[WorkerProcess]) -> list[WorkerProcess]:
-    """Kill these processes and wait a few seconds for their end. Returns those that are still
-    there: the kernel holds them. Blocks, so use it only when the node exits.
+    """Kill these processes and wait a few seconds for their end. Return the processes that are
+    still there: the kernel holds them. Blocks, so use it only when the node exits.
     """
     killed = list(processes)
     for process in killed:
@@ -171,7 +177,7 @@ class StderrCopy:
             piece = os.read(self._source_fd, _PIECE_BYTES)
         except BlockingIOError:
             return False
-        if not piece:  # the process has closed it
+        if not piece:  # the process has closed its end
             self._loop.remove_reader(self._source_fd)
             os.close(self._source_fd)
             self._source_fd = None
@@ -181,7 +187,7 @@ class StderrCopy:
         return True
 
     def _pass_on(self, piece: bytes) -> None:
-        """Drop it if there is no reader, rather than block the event loop."""
+        """Write a piece of output; drop it if nobody reads, rather than block the event loop."""
         poll = select.poll()
         poll.register(self._target_fd, select.POLLOUT)
         if any(event & select.POLLOUT for _, event in poll.poll(0)):

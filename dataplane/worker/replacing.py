@@ -1,9 +1,9 @@
 """Rows whose images cannot be decoded, and the rows that replace them.
 
-1. A row is replaced by another one of its block, so that no other block is read, and by the same
-   one on all nodes: docs/order.md specifies which.
-2. A row that was removed from the job replaces none.
-3. An image that was decoded is not decoded again because others of its slab cannot be.
+1. A row is replaced by another row of its block, so that no other block is read, and by the same
+   row on all nodes: docs/order.md specifies which.
+2. A row that was removed from the job replaces no other row.
+3. A decoded image is not decoded again because other images of the slab cannot be decoded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _REASON_MAX = 300
 
 class ReplacingGather:
     """The rows that another object gathers, with other rows in place of those whose images cannot
-    be decoded; `told` gets these, by shard and row.
+    be decoded. `told` gets the replaced rows, by shard and row.
 
     Shapes:  row_index: int32[rows, 2].
     """
@@ -47,13 +47,13 @@ class ReplacingGather:
         assert body.render is not None
         self._seed, self._unfit = body.render.seed, rows_taken_out(body)
         self._blocks, self._gather, self._check, self._told = blocks, gather, check, told
-        # A copy, since the trainer can write to the memory of the index.
+        # Copy the index: it lies in memory that the trainer can write to.
         self._index = np.array(row_index, np.int32, order="C")
 
     def into(self, slab: memoryview, expect: Callable[[int], None] | None = None) -> Gathered:
         """Implement `Gathers.into`.
 
-        Raises:  ImageError: no row of a block can be decoded, or not all of them are in memory.
+        Raises:  ImageError: a block has no row that can be decoded, or is not in memory as a whole.
         """
         tried = TriedImages()
         while True:
@@ -76,11 +76,11 @@ def with_replaced(
     unfit: Sequence[set[int]],
     check: Check,
 ) -> tuple[RowIndex, list[ReplacedRow]]:
-    """The row index with other rows in the places of those that have faults, and which rows these
-    are. `unfit` rows of each block cannot take the place of others; more are added.
+    """Replace the rows with faults in the row index; return the new index, and the replaced rows.
+    `unfit` rows of each block cannot take the place of others; rows that prove unfit are added.
 
     Shapes:  row_index, result: int32[rows, 2].
-    Raises:  ImageError: no row of a block can be decoded, or not all of them are in memory.
+    Raises:  ImageError: a block has no row that can be decoded, or is not in memory as a whole.
     """
     found, told = row_index.copy(), list[ReplacedRow]()
     bad = np.array(sorted(faults), np.int64)
@@ -99,8 +99,8 @@ def with_replaced(
 def _stand_in(
     block: OpenBlock, row: int, fault: ImageError, unfit: set[int], seed: int, check: Check
 ) -> int:
-    """Return the row that replaces this one. `unfit` rows are known to be unable to; more are
-    added.
+    """Return the row that replaces this one. `unfit` rows cannot take its place; rows that prove
+    unfit are added.
     """
     origin = block.origin
     assert origin is not None

@@ -35,16 +35,16 @@ _SMALL_BYTES = 32
 _COLUMNS_MIN = 4
 """With fewer columns, faster reading does not pay for packing."""
 _PADDING_SHARE = 8
-"""Rows are padded, so that they cross fewer lines, by this part of their size at most."""
+"""Padding is at most 1/_PADDING_SHARE of a row's size. Padded rows cross fewer cache lines."""
 
 
 def plan_row_layout(specs: Sequence[ColumnSpec]) -> RowLayout | None:
-    """The columns worth packing, or None if there are too few."""
+    """Choose the columns that are worth packing; return None if there are too few."""
     every = row_sizes(specs)
     sizes = {at: size for at, size in enumerate(every) if 0 < size <= _SMALL_BYTES}
     if len(sizes) < _COLUMNS_MIN:
         return None
-    # Columns of equal size side by side, since the kernel transposes several of them at once.
+    # Put columns of equal size side by side: the kernel transposes several of them at once.
     columns = sorted(sizes, key=lambda at: -sizes[at])
     widths = np.array([sizes[at] for at in columns], np.int64)
     ends = np.cumsum(widths)
@@ -53,7 +53,7 @@ def plan_row_layout(specs: Sequence[ColumnSpec]) -> RowLayout | None:
 
 
 def _padded(size: int) -> int:
-    """The row size, padded to the widest alignment that costs little."""
+    """Pad a row's size to the widest alignment that costs little."""
     for step in (_LINE_BYTES, _LINE_BYTES // 2, _LINE_BYTES // 4, _LINE_BYTES // 8):
         padded = -(-size // step) * step
         if (padded - size) * _PADDING_SHARE <= size:
@@ -62,7 +62,7 @@ def _padded(size: int) -> int:
 
 
 def stored_bytes(batch: pa.RecordBatch, row_layout: RowLayout | None) -> int:
-    """Bytes of a canonical block in the block arena."""
+    """Return the bytes that a canonical block takes in the block arena."""
     stream = _others(batch, row_layout)
     mock = pa.MockOutputStream()
     with pa.ipc.new_stream(mock, stream.schema) as writer:
@@ -78,9 +78,9 @@ def store(
     region: memoryview,
     places: Ints | None = None,
 ) -> None:
-    """Write a canonical block. `places` are those of `placed_columns`, if they are known.
+    """Write a canonical block. `places` is the result of `placed_columns`, if it is known.
 
-    Shapes:  region: uint8[stored_bytes], writable; padding keeps what it holds.
+    Shapes:  region: uint8[stored_bytes], writable; padding is not written.
     Raises:  RowOutOfBounds: a buffer ends before its column does.
     """
     stream = _others(batch, row_layout)
@@ -98,17 +98,17 @@ def store(
 def rows_of_block(
     columns: BlockColumns, specs: Sequence[ColumnSpec], rows: Ints
 ) -> tuple[pa.RecordBatch, Bytes]:
-    """Some rows of an opened block: its columns that are not packed, and the packed rows.
+    """Return some rows of an opened block: the columns that are not packed, and the packed rows.
 
-    Shapes:  rows: int64[n].   result[1]: uint8[n * row_bytes], none without a row layout.
-    Raises:  RowOutOfBounds: there is no such row, or it is not among the values of its column.
+    Shapes:  rows: int64[n].   result[1]: uint8[n * row_bytes], empty without a row layout.
+    Raises:  RowOutOfBounds: the block has no such row, or the row's values are not in its column.
     """
     index = np.stack([np.zeros(len(rows), np.int32), rows.astype(np.int32)], axis=1)
     opened = Rows([columns], index)
     batch, layout = columns.batch, columns.row_layout
     for at, spec in enumerate(specs):
         if spec.kind not in {Kind.FIXED, Kind.OBJECT}:
-            opened.spans(at)  # Arrow does not check them
+            opened.spans(at)  # check that the rows' values exist: Arrow does not
     others = batch.slice(0, len(rows))
     if batch.num_columns:
         of_name, chosen = {spec.name: spec for spec in specs}, pa.array(rows)
@@ -116,7 +116,7 @@ def rows_of_block(
             _taken(array, of_name[name].kind, chosen)
             for name, array in zip(batch.schema.names, batch.columns, strict=True)
         ]
-        metadata = batch.schema.metadata  # names rows that were replaced
+        metadata = batch.schema.metadata  # lists the rows that were replaced
         others = pa.record_batch(taken, names=batch.schema.names, metadata=metadata)
     if layout is None:
         return others, np.empty(0, np.uint8)
@@ -125,7 +125,9 @@ def rows_of_block(
 
 
 def _taken(array: pa.Array, kind: Kind, rows: pa.Array) -> pa.Array:
-    """Take rows of a column. Slabs also have the bytes of a null, which Arrow leaves out."""
+    """Take rows of a column, with the bytes of nulls: slabs have them, but Arrow leaves
+    them out.
+    """
     if kind in {Kind.FIXED, Kind.OBJECT} or not array.null_count:
         return array.take(rows)
     buffers, is_text = array.buffers(), kind in TEXTS
@@ -146,8 +148,8 @@ def _taken(array: pa.Array, kind: Kind, rows: pa.Array) -> pa.Array:
 def store_rows(
     others: pa.RecordBatch, packed: Bytes, row_layout: RowLayout | None, region: memoryview
 ) -> int:
-    """Write such rows like a stored block. Returns the bytes that they take; if these are more than
-    there are, nothing is written.
+    """Write the result of `rows_of_block` like a stored block. Return the bytes needed; if the
+    region has fewer, nothing is written.
     """
     mock = pa.MockOutputStream()
     with pa.ipc.new_stream(mock, others.schema) as writer:
@@ -170,7 +172,7 @@ def store_rows(
 def open_stored(
     region: memoryview, specs: Sequence[ColumnSpec], row_layout: RowLayout | None
 ) -> BlockColumns:
-    """The places of the columns of a stored block.
+    """Return the places of the columns of a stored block.
 
     Raises:  RowOutOfBounds: the region is too short for its rows, or a buffer for its column.
     """
@@ -192,7 +194,9 @@ def open_stored(
 
 
 def _others(batch: pa.RecordBatch, row_layout: RowLayout | None) -> pa.RecordBatch:
-    """The columns that are not packed, with the same number of rows even if no column is left."""
+    """Return the columns that are not packed, with the same number of rows even if no column is
+    left.
+    """
     if row_layout is None:
         return batch
     packed = frozenset(row_layout.columns)
@@ -206,9 +210,9 @@ def pack(
     out: Bytes,
     places: Ints | None = None,
 ) -> None:
-    """Write the packed rows of a canonical block; `places` as `store` has them.
+    """Write the packed rows of a canonical block; `places` is as in `store`.
 
-    Shapes:  out: uint8[rows * row_bytes], of one row at least; padding keeps what it holds.
+    Shapes:  out: uint8[rows * row_bytes], of one row at least; padding is not written.
     Raises:  RowOutOfBounds: a buffer ends before its column does.
     """
     places = placed_columns(batch) if places is None else places
@@ -221,7 +225,7 @@ def pack(
 def _addresses(
     batch: pa.RecordBatch, specs: Sequence[ColumnSpec], row_layout: RowLayout, places: Ints
 ) -> Ints:
-    """The address at which the values of each packed column start."""
+    """Return the address at which the values of each packed column start."""
     try:
         batch.validate()
     except pa.ArrowInvalid as fault:
@@ -229,7 +233,7 @@ def _addresses(
     own = places[list(row_layout.columns)]
     found = own[:, VALUES] + own[:, OFFSET] * row_layout.fields[:, 1]
     for i, at in enumerate(row_layout.columns):
-        if specs[at].shape:  # its values are those of the lists
+        if specs[at].shape:  # a column of lists: find the values in the lists
             part = open_block(batch.select([at]), [specs[at]]).values[0]
             found[i] = part.address
     return found

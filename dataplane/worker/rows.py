@@ -1,5 +1,5 @@
-"""Copies the rows of one slab from their blocks, at memory speed: the functions of kernel.c. Keeps
-the images that were decoded for rows of a slab that is gathered again.
+"""Copies the rows of one slab from their blocks, at memory speed, with the functions of kernel.c.
+Keeps the images that were decoded for rows of a slab that is gathered again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataplane.worker.columns import (
 from dataplane.worker.kernel import kernel
 
 _IMAGES_AT_ONCE = 16
-"""Images that are decoded together, and again one by one if one of them cannot be."""
+"""Images that are decoded together; if one of them fails, each is decoded by itself."""
 
 
 class Rows:
@@ -30,14 +30,14 @@ class Rows:
     slab's number of rows refer to its first rows.
 
     Shapes:  row_index: int32[rows, 2], (block, row), in memory that no other process writes.
-    Raises:  RowOutOfBounds: there is no such block, or no such row in it.
+    Raises:  RowOutOfBounds: a block or a row of the index does not exist.
     """
 
     def __init__(self, blocks: Sequence[BlockColumns], row_index: RowIndex) -> None:
         assert row_index.flags.c_contiguous
         assert row_index.dtype == np.int32
         self._library, self._rows = kernel(), len(row_index)
-        # Kept alive, since addresses point into their memory.
+        # Keep blocks and index alive: the kernel gets addresses in their memory.
         self._blocks, self._index = blocks, row_index
         block_rows = np.array([block.rows for block in blocks], np.int64)
         first = self._library.gather_check(
@@ -77,7 +77,7 @@ class Rows:
         )
 
     def spans(self, at: int) -> tuple[Ints, Ints]:
-        """Where each row of a variable column starts in its block's values, and its length.
+        """Return where each row of a variable column starts in its block's values, and its length.
 
         Shapes:  result: int64[rows], int64[rows], in elements.
         Raises:  RowOutOfBounds: a row is not among the values.
@@ -105,7 +105,7 @@ class Rows:
         _expect_inside(first, f"column {at}")
 
     def valid(self, at: int, count: int) -> Bytes:
-        """1 for every one of the first rows that is not null.
+        """Return 1 for each of the first `count` rows that is not null, else 0.
 
         Shapes:  result: uint8[count].
         """
@@ -115,7 +115,7 @@ class Rows:
 
 
 def fields_of(row_layout: RowLayout, addresses: Ints) -> Ints:
-    """The kernel's description of packed rows and of the columns at these addresses.
+    """Return the kernel's description of packed rows and of the columns at these addresses.
 
     Shapes:  addresses: int64[columns].   result: int64[columns, 3].
     """
@@ -138,9 +138,9 @@ def _expect_inside(first: int, what: str) -> None:
 
 
 class TriedImages(Struct):
-    """The images of a slab that is gathered, then gathered again with other rows in the places of
-    those with `faults`, by place. `pixels` are what each column got the last time, when the rows
-    had these `numbers`.
+    """The images of a slab that is gathered again, after other rows have replaced those whose
+    images failed. `faults` are the errors, by place in the slab. `pixels` are the pixels of each
+    column from the last time, and `numbers` are the numbers of the slab's rows at that time.
 
     Shapes:  numbers: int32[rows].   pixels[c]: uint8[n * bytes of one image].
     """
@@ -150,19 +150,19 @@ class TriedImages(Struct):
     faults: dict[int, ImageError] = field(default_factory=dict)
 
     def begin_again(self, numbers: npt.NDArray[np.int32]) -> None:
-        """The slab, which has the rows of these numbers, will be written again."""
+        """Note that the slab, now written with the rows of these numbers, will be written again."""
         self.numbers, self.faults = numbers, {}
         try:
-            # A copy, since other columns may take other places in the slab.
+            # Copy the pixels: when the slab is written again, other columns may take their places.
             self.pixels = {at: made.copy() for at, made in self.pixels.items()}
         except MemoryError:
-            self.pixels = {}  # so all images are decoded again
+            self.pixels = {}  # all images are decoded again
 
     def missing(
         self, at: int, numbers: npt.NDArray[np.int32], size: int, out: Bytes
     ) -> list[slice]:
-        """Write the pixels of a column that were made the last time; returns the places of those
-        that were not.
+        """Write the pixels of a column that are known from the last time; return the places of the
+        other images, which must be decoded.
         """
         made = self.pixels.get(at, out[:0])[: len(out)]
         out[: len(made)] = made

@@ -36,7 +36,9 @@ Bad = dict[int, str]
 
 
 class Replaced(Struct, frozen=True, array_like=True):
-    """A row of a block, as slabs count its rows, and what the job's ledger says about it."""
+    """A replaced row of a block: its place, as slabs count the rows, and its entry in the
+    ledger.
+    """
 
     place: int
     row: ReplacedRow
@@ -45,7 +47,8 @@ class Replaced(Struct, frozen=True, array_like=True):
 def decoded(
     format_: Format, block: RawBlock, schema: pa.Schema, columns: Sequence[str]
 ) -> tuple[pa.RecordBatch, Bad]:
-    """Decode a block, and find the rows that cannot be decoded. These have the values of any other.
+    """Decode a block, and find the rows that cannot be decoded. These get the values of any other
+    row.
 
     Raises:  CorruptShard: the whole block is bad.
     """
@@ -59,7 +62,7 @@ def view_mask(
     format_: Format, block: RawBlock, schema: pa.Schema, rows: RowFilter, stored: BlockRows
 ) -> Bools:
     """Return which rows of a block with bad rows a view keeps. Rows whose condition cannot be
-    evaluated are kept: others take their places, and are reported.
+    evaluated are kept, to be replaced by other rows and reported.
 
     Shapes:  result: bool[rows].
     """
@@ -82,7 +85,7 @@ def _decoded_apart(
     columns: Sequence[str],
     fault: CorruptShard,
 ) -> tuple[pa.RecordBatch, Bad]:
-    """Decode the rows of a damaged block for themselves.
+    """Decode the rows of a damaged block separately.
 
     Raises:  CorruptShard: `fault`, if the format cannot do that, or too many rows are bad.
     """
@@ -116,7 +119,7 @@ def unmapped(
 ) -> Bad:
     """Return the rows of a block at which a function fails.
 
-    Raises:  FunctionError: `fault`, if these are too many.
+    Raises:  FunctionError: `fault`, if there are too many.
     """
     return bad_rows(
         lambda first, stop: call(batch.slice(first, stop - first)),
@@ -127,8 +130,8 @@ def unmapped(
 
 
 def stand_ins(raw: tasks.RawBlockRef, numbers: Sequence[int], bad: Bad, seed: int) -> list[int]:
-    """Return for each row of a block the row whose content it has. `numbers` are those of its rows
-    among all that it stores.
+    """Return, for each row of a block, the row whose content it gets. `numbers` are the numbers of
+    the rows among all rows that the block stores.
 
     Raises:  CorruptShard: all rows are bad.
     """
@@ -144,7 +147,7 @@ def stand_ins(raw: tasks.RawBlockRef, numbers: Sequence[int], bad: Bad, seed: in
 
 
 def taken(batch: pa.RecordBatch, rows: list[int]) -> pa.RecordBatch:
-    """Return these rows of a block, which are as many as it has."""
+    """Return these rows of a block; there are as many as the block has."""
     if not batch.num_columns:
         return batch
     chosen = pa.array(rows, pa.int64())
@@ -155,7 +158,7 @@ def taken(batch: pa.RecordBatch, rows: list[int]) -> pa.RecordBatch:
 def _taken(array: pa.Array, rows: pa.Array) -> pa.Array:
     try:
         return array.take(rows)
-    except pa.ArrowNotImplementedError:  # string views
+    except pa.ArrowNotImplementedError:  # Arrow cannot take rows of string views
         return array.cast(widened(array.type)).take(rows).cast(array.type)
 
 
@@ -174,10 +177,12 @@ def replaced(raw: tasks.RawBlockRef, numbers: Sequence[int], bad: Bad, seed: int
 def all_replaced(
     raw: tasks.RawBlockRef, other: tasks.RawBlockRef, numbers: Sequence[int], why: str
 ) -> list[Replaced]:
-    """Return all rows of a block as replaced by those with these numbers of another one."""
+    """Return all rows of a block as replaced by the rows with these numbers of the block
+    `other`.
+    """
     place = "" if other.url == raw.url else f" of {other.url}"
     said = f"{why:.{_WHY_MAX}}; replaced by a row of block {other.index}{place}"
-    if raw.stored_rows:  # which of them the view has is not known
+    if raw.stored_rows:  # name the block: which of its rows are in the view is unknown
         said = f"block {raw.index}: {said}"
     return [
         Replaced(

@@ -1,6 +1,7 @@
 """Joins some columns of a block, row by row, into one column of fixed-size lists.
 
-A batch of them then takes one copy per row, like any column of fixed-size lists.
+Gathering a batch of the joined column then takes one copy per row, like any column of fixed-size
+lists.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from dataplane.worker.columns import RowLayout
 class StackedPlan(Struct, frozen=True):
     """How blocks become batch columns: first the leaves, then the stacks made from them.
 
-    `specs` and `schema` are those of batches, in their order. `lists` are the forms of list columns
-    that are changed, by index. `is_plain`: all columns of the dataset are numbers and come as
-    stored, so a block without nulls is in canonical form.
+    `specs` and `schema` describe the columns of batches, in their order. `lists` are the forms of
+    list columns that are changed, by index. `is_plain`: all columns of the dataset are numbers and
+    come as stored, so a block without nulls is in canonical form.
     """
 
     leaves: ColumnPlan
@@ -81,7 +82,7 @@ def plan_stacked(schema: pa.Schema, options: ColumnOptions, url: str = "") -> St
 
 
 def _with_mask(stack: StackSpec, names: Collection[str]) -> Iterator[StackSpec]:
-    """A stack, and the stack of its columns' masks if there are any."""
+    """Yield a stack, and the stack of its columns' masks if there are any."""
     yield stack
     masks = tuple(map(is_null_name, stack.columns))
     if masks[0] in names:

@@ -1,12 +1,12 @@
 """A worker process: decodes blocks into the block arena and gathers slabs, one task at a time; or
-indexes shards (indexing.py), several at once, since it waits for their bytes.
+indexes shards (indexing.py), several at once, since most of that time is spent waiting for bytes.
 
 Invariants:
-1. A worker keeps no state that another could not rebuild: if it is killed, its task goes to the
-   next one.
-2. It writes only into the regions that its task names, and into the restart indexes of the task's
-   blocks; it reads only memory and files named by the node.
-3. It exits when its socket closes, so workers do not outlive their node.
+1. A worker keeps no state that another could not rebuild: if a worker is killed, its task goes to
+   another.
+2. A worker writes only into the regions that its task names, and into the restart indexes of the
+   task's blocks; it reads only memory and files named by the node.
+3. A worker exits when its socket closes, so workers do not outlive their node.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ from dataplane.worker.rows import TriedImages
 from dataplane.worker.salvaging import replaced_of
 
 _ARROWS_OWN_BYTES_MAX = 4 << 30
-"""With a limit above that, memory comes from the system, which gets back what is free: Arrow's own
-allocator keeps its addresses, which count, too, and a block of 2 GiB needed more than three times
-its size."""
+"""Above this memory limit, Arrow allocates from the system allocator, which gives freed memory
+back. Arrow's own allocator keeps the addresses, which count towards the limit, too: a block of 2
+GiB needed more than three times its size."""
 
 
 class _State(Struct):
-    """Everything that a worker remembers between two tasks, and where it reports its progress."""
+    """Everything that a worker remembers between two tasks; `tell` reports its progress."""
 
     memory_bytes: int
     tell: Callable[[tasks.Reading], None]
@@ -72,7 +72,7 @@ class _State(Struct):
 
 
 class _Outgrown(NamedTuple):
-    """A decoded block that was larger than its room: the next task may be to store it elsewhere."""
+    """A decoded block that was larger than its region: the next task may store it in another."""
 
     dataset_id: int
     raw: tasks.RawBlockRef
@@ -80,7 +80,7 @@ class _Outgrown(NamedTuple):
     places: Ints | None
 
     def is_of(self, body: tasks.Decode) -> bool:
-        """Whether this task is about the same block; its bytes may lie elsewhere in the arena."""
+        """Whether this task decodes the same block; its raw bytes may have moved in the arena."""
         mine, its = self.raw, body.raw
         same = (mine.url, mine.index, mine.etag) == (its.url, its.index, its.etag)
         return same and self.dataset_id == body.dataset_id
@@ -94,7 +94,8 @@ def run(sock: socket.socket, memory_bytes: int) -> None:
     collect_rarely()
     pa.set_cpu_count(1)
     pa.set_io_thread_count(1)
-    # Every mapped shard takes two descriptors, and blocks may lie in thousands of shards.
+    # Raise the limit of open files: every mapped shard takes two descriptors, and blocks may lie in
+    # thousands of shards.
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     state = _State(memory_bytes, lambda told: local.send(sock, tasks.Result(told)))
@@ -147,7 +148,7 @@ def _done(
 ) -> tasks.Assembled | tasks.Decoded | tasks.Extracted:
     if isinstance(body, tasks.Decode):
         return _decode(state, body)
-    state.outgrown = None  # the memory is needed for other work
+    state.outgrown = None  # free the memory of the kept block
     return _assemble(state, body) if isinstance(body, tasks.Assemble) else _extract(state, body)
 
 
@@ -180,7 +181,7 @@ def _decode(state: _State, body: tasks.Decode) -> tasks.Decoded:
     if kept is not None and kept.is_of(body):
         batch, places = kept.batch, kept.places
     else:
-        del kept  # before another block is decoded, so that memory is not needed for two
+        del kept  # free the former block first: two decoded blocks may exceed the limit
         batch, places = _canonical_of(state, dataset, body)
     size = row_layout.stored_bytes(batch, dataset.row_layout)
     if size > body.into.length:
@@ -190,7 +191,7 @@ def _decode(state: _State, body: tasks.Decode) -> tasks.Decoded:
     state.arenas[0].prepare(body.into.offset, size)
     row_layout.store(batch, dataset.plan.specs, dataset.row_layout, into, places=places)
     if body.raw.path is not None:
-        state.shards.of(body.raw)  # it may have been written while it was read
+        state.shards.of(body.raw)  # check the file: it may have changed while it was read
     return tasks.Decoded(size, stored=True)
 
 
@@ -268,8 +269,8 @@ def _assemble(state: _State, body: tasks.Assemble) -> tasks.Assembled:
             replaced=tuple(told.values()),
         )  # fmt: skip
     finally:
-        # Check after reading: earlier changes of the file may be among the rows, or have caused the
-        # error.
+        # Check the files after reading: a change during the read may have spoilt rows, or may have
+        # caused the error.
         for shard in {block.shard for block in blocks if block.shard is not None}:
             shard.check()
 
@@ -277,8 +278,8 @@ def _assemble(state: _State, body: tasks.Assemble) -> tasks.Assembled:
 def _replaced_in(
     blocks: Sequence[OpenBlock], rows: RowIndex, *, packs: bool
 ) -> dict[tuple[str, int], ReplacedRow]:
-    """Return the rows of a slab that have the content of others in their blocks. If rows are packs,
-    these may have any of the blocks' rows.
+    """Return the rows of a slab whose content comes from other rows of their blocks. If rows are
+    packs, return all such rows of the blocks, since a pack may contain any of them.
     """
     replaced: dict[tuple[str, int], ReplacedRow] = {}
     for at, block in enumerate(blocks):
@@ -296,7 +297,9 @@ def _gather_of(
     body: tasks.Assemble,
     rows: RowIndex,
 ) -> Gathers:
-    """Gather rows of a task; `told` gets those that are replaced by others."""
+    """Return the object that gathers a task's rows. `told` gets the rows that are replaced by
+    others.
+    """
     blocks = [state.blocks[key] for key in body.block_keys]
     if dataset.packs is not None:
         places = places_of(rows, [block.numbers for block in blocks])
@@ -335,7 +338,9 @@ def _pack_gather(
     as_rows: bool = False,
     part: slice = slice(None),
 ) -> PackGather | CountGather:
-    """Gather the packs `part` of these blocks, each by its own key and request."""
+    """Return the object that gathers the packs `part`. `blocks` has the key of each block, and the
+    packs that are requested of it.
+    """
     if form.counts:
         opened = [state.blocks[key] for key, _ in blocks]
         named = [(one.columns, one.origin) for one in opened]
@@ -383,8 +388,8 @@ def _read_one_by_one(
     state: _State, dataset: ReadDataset, body: tasks.Assemble, rows: RowIndex
 ) -> None:
     """Run the task's reads once in advance, block by block and image by image, and report each
-    before it is read: one of them has crashed a worker. Also a task that writes a part of the slab
-    reads of all rows how long they are, but images and packs only of its own.
+    before it begins, so that the node knows which one crashes the worker. A task that writes only a
+    part of the slab reads the lengths of all rows, but images and packs of its own rows only.
     """
     is_own = np.zeros(len(rows), np.bool_)
     is_own[body.part] = True
@@ -433,11 +438,11 @@ def _copy(source: Arena, at: Region, target: Arena, to: Region) -> None:
 
 
 def main(descriptor: int, memory_bytes: int) -> None:
-    """The process: its socket is an inherited descriptor."""
+    """Run the process: its socket is an inherited descriptor."""
     sock = socket.socket(fileno=descriptor)
     try:
         run(sock, memory_bytes)
     finally:
-        # The end of the process closes it: the node kills a worker that closes it earlier, and then
-        # cannot tell how it would have ended.
+        # Leave the socket open until the process has ended: if it closed earlier, the node would
+        # kill the worker, and could not tell how the worker would have ended by itself.
         sock.detach()

@@ -15,7 +15,7 @@ SIDE_MAX: Final = 1 << 14
 
 
 def pair(given: Size, where: str) -> tuple[int, int]:
-    """Height and width, from one int or two.   Raises:  ConfigError: it is neither."""
+    """Return height and width, from one int or two.   Raises:  ConfigError: `given` is neither."""
     side = whole(given)
     if side is not None:
         return side, side
@@ -27,7 +27,7 @@ def pair(given: Size, where: str) -> tuple[int, int]:
 
 
 def numbers(given: Sequence[float], count: int, name: str, where: str) -> tuple[float, ...]:
-    """Check `count` finite numbers.   Raises:  ConfigError: they are not."""
+    """Check that `given` has `count` finite numbers.   Raises:  ConfigError: it does not."""
     try:
         found = tuple(float(value) for value in given)
     except (TypeError, ValueError):
@@ -40,7 +40,7 @@ def numbers(given: Sequence[float], count: int, name: str, where: str) -> tuple[
 
 
 def word(given: str, words: Sequence[str], where: str) -> str:
-    """Check that a word is one of these.   Raises:  ConfigError: it is not."""
+    """Check that a word is one of `words`.   Raises:  ConfigError: the word is another one."""
     if given not in words:
         raise ConfigError(f"{where}: choose one of {', '.join(words)}", field="transforms")
     return given
