@@ -1,4 +1,4 @@
-"""Requests a job's column types and code values from the node, in as many answers as needed."""
+"""Requests of a job's column types and code values to its node, in as many messages as needed."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ T = TypeVar("T")
 
 
 def describe_columns(session: Session) -> tuple[DescribedColumn, ...]:
-    """Return the columns of a job's batches, in order. Opens the job if needed.
+    """Return the columns of a job's batches, in order. Open the job if needed.
 
-    Raises:  DataStallError: no answer within the stall timeout.  DataplaneError: as the node says.
+    Raises:  DataStallError: no answer within the stall timeout.  DataplaneError: the node's error.
     """
     return answer_of(session, _columns)
 
@@ -34,7 +34,7 @@ def describe_columns(session: Session) -> tuple[DescribedColumn, ...]:
 def read_categories(session: Session, column: str) -> tuple[Any, ...]:
     """Return the values that the codes of a column stand for: str, bytes, int or bool, sorted.
 
-    Raises:  ConfigError: the column is not delivered as codes.  As `describe_columns`.
+    Raises:  ConfigError: the column is not delivered as codes.  Also as `describe_columns`.
     """
     return tuple(category_values(session, column).to_pylist())
 
@@ -51,7 +51,7 @@ def category_values(session: Session, column: str) -> Any:
 def answer_of(session: Session, ask: Callable[[Mount, float], T]) -> T:
     """Request something about this job from its node, or from the node that replaces it.
 
-    Raises:  DataStallError: no answer within the stall timeout.  DataplaneError: as the node says.
+    Raises:  DataStallError: no answer within the stall timeout.  DataplaneError: the node's error.
     """
     mount = session.mount()
     stall_s = session.stall_timeout_s(mount.job)

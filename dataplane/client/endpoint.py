@@ -1,7 +1,7 @@
-"""Find and reach the node of this host: an embedded node that this process starts, or one that is
-run by `dataplane serve`.
+"""Find and reach the node of this host: an embedded node that this process starts, or a node that
+`dataplane serve` runs.
 
-No network connection is opened here or anywhere else in a trainer: only abstract Unix sockets.
+A trainer opens only abstract Unix sockets, and no network connections.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ START_TIMEOUT_S = 60.0
 
 
 class Endpoint(Protocol):
-    """How to reach a node; a value that may be pickled and sent to DataLoader workers."""
+    """A way to reach a node. A value that may be pickled and sent to DataLoader workers."""
 
     @property
     def start_s(self) -> float:
-        """Minimum time to wait for a first connection, whatever the settings say."""
+        """The minimum time to wait for a first connection, even if settings give a shorter time."""
         ...
 
     @property
@@ -41,8 +41,8 @@ class Endpoint(Protocol):
         ...
 
     def begin(self, source: DatasetSource) -> BegunNode | None:
-        """Start a node before its first use, if this process has to start one and it does not
-        exist. The node begins to open this dataset. Does not wait and raises nothing: `reach` tries
+        """Start a node before its first use, if this process starts its nodes and there is none
+        yet. The node begins to open this dataset. Do not wait, and raise no errors: `reach` tries
         again.
         """
         ...
@@ -52,7 +52,7 @@ class Endpoint(Protocol):
         node has sent its Welcome, and the Welcome.
 
         Raises:  PeerLost: there is no node, or it is gone. The error has the noun `status` if a
-        node exited by itself during its start: another one would fail in the same way.
+        node exited by itself during its start: another node would fail in the same way.
         """
         ...
 
@@ -69,7 +69,7 @@ class Embedded(Struct, frozen=True):
 
     @property
     def start_s(self) -> float:
-        """The time that a start may take: a busy machine starts processes slowly."""
+        """The time that a start may take, since a busy machine starts processes slowly."""
         return START_TIMEOUT_S
 
     @property
@@ -80,8 +80,8 @@ class Embedded(Struct, frozen=True):
     def reach(self, deadline: float, notice: Notice, source: DatasetSource) -> tuple[Wire, Welcome]:
         """Connect, or bind the socket name and start a node on it.
 
-        Raises:  PeerLost: the node ended during its start (with its last output); or it does not
-        answer; or another process has the name but is exiting or not listening yet.
+        Raises:  PeerLost: the node ended during its start (with its last output); or the node does
+        not answer; or another process has the name but is exiting or not listening yet.
         """
         try:
             sock = sockets.connect(self.name, _left(deadline))
@@ -116,7 +116,8 @@ class Embedded(Struct, frozen=True):
         """
         listener = sockets.listen(self.name)
         try:
-            # Connect before the exec, so that the kernel ends waiting calls if the child ends.
+            # Connect before the child is started, so that the kernel ends this process's waiting
+            # calls if the child ends.
             sock = sockets.connect(self.name, _left(deadline))
             try:
                 node = start_node(listener, self.command, source)
@@ -136,7 +137,7 @@ class Served(Struct, frozen=True):
 
     @property
     def start_s(self) -> float:
-        """No minimum: other processes start this node, and the settings say how long to wait."""
+        """The minimum is 0: other processes start this node, and the settings apply."""
         return 0.0
 
     @property
@@ -173,7 +174,7 @@ class Served(Struct, frozen=True):
 
 
 def find_endpoint(service: str | None, run: str) -> Endpoint:
-    """Return the endpoint of `service`, or without a service that of this run's embedded node.
+    """Return the endpoint of `service`; without a service, that of this run's embedded node.
 
     Raises:  ConfigError: `service` is not an address.
     """
@@ -185,7 +186,7 @@ def find_endpoint(service: str | None, run: str) -> Endpoint:
 def _welcomed(
     sock: socket.socket, deadline: float, name: str, notice: Notice
 ) -> tuple[Wire, Welcome]:
-    # A late import, so that a node can be started before messages are imported.
+    # Import late, so that this module can start a node without waiting for these imports.
     from dataplane.client.wire import NoAnswer, hello, welcomed, wire_of
 
     wire = wire_of(sock, name)

@@ -1,11 +1,12 @@
 """Names that every rank of a run computes independently: run, incarnation, job.
 
-A *run* of several ranks keeps its id over restarts if its launcher provides one. A single rank is a
-run of its own, since unrelated processes may have the same environment, for example those that a
-batch script starts side by side; only torchrun distinguishes these. An *incarnation* is one launch
-of the run: equal on all ranks, and new after every restart if the launcher shows restarts. Without
-a launcher's environment, ranks belong together if one process started them; a rendezvous by user
-and dataset would merge independent launches. This module reads /proc, so it needs Linux.
+A *run* of several ranks keeps its id over restarts if its launcher provides an id. A single rank is
+a run of its own, since unrelated processes may have the same environment, for example processes
+that a batch script starts side by side; only torchrun distinguishes these. An *incarnation* is one
+launch of the run: equal on all ranks, and new after every restart if the launcher shows restarts.
+Without a launcher's environment, ranks belong together if the same process started them; a
+rendezvous by user and dataset would merge independent launches. This module reads /proc, so it
+needs Linux.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Launch(Struct, frozen=True):
 def launch_identity(environ: Mapping[str, str], world_size: int = 1, token: str = "") -> Launch:
     """Return the run and the launch that this process belongs to. `token` is a random name that all
     ranks of this launch agreed on, if they have a process group, since launchers may repeat their
-    ids. Without an id of the run, ranks of one host belong together if one process started them.
+    ids. Without an id of the run, ranks of one host belong together if the same process started
+    them.
     """
     run_id = _run_id(environ, world_size)
     if run_id is None and token and world_size > 1:
@@ -61,8 +63,8 @@ def node_name(launch: Launch, sharing: str = "") -> str:
     launch of the run that this process knew, so that loaders made before and after the ranks agreed
     on a token share a node. Jobs of one sharing group use one node, whatever launched them.
 
-    A node has the credentials and settings with which it was started, and imports functions from
-    where that process did. So a single rank uses a separate node for each set of these.
+    A node has the credentials, settings and import path of the process that started it. So single
+    ranks share a node only if these are equal.
     """
     if sharing:
         return f"sharing {sharing}"
@@ -83,7 +85,7 @@ def _hidden(entries: list[tuple[str, str]]) -> str:
 
 @functools.cache
 def _secret() -> bytes:
-    """Return a secret, which is shared with children that are forked later."""
+    """Return a secret of this process, which later forked children inherit."""
     return os.urandom(32)
 
 
@@ -108,7 +110,8 @@ def _run_id(environ: Mapping[str, str], world_size: int) -> str | None:
     if world_size < 2:
         return None
     if "SLURM_JOB_ID" in environ:
-        # torchrun under srun has one step on all nodes; a second srun is another run.
+        # Include the step: a second srun in the same Slurm job is another run, while torchrun under
+        # srun has the same step on all nodes.
         return f"slurm-{environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '')}"
     if environ.get("MASTER_PORT"):
         return f"master-{environ.get('MASTER_ADDR', '')}:{environ['MASTER_PORT']}"
@@ -153,7 +156,8 @@ def _starter() -> tuple[str, ...]:
 
 def _parent_and_start(pid: int) -> tuple[int, str]:
     """Return a process's parent and start time. A reused process id has another start time."""
-    # Fields 4 and 22. The name in parentheses before them may contain any characters.
+    # Return fields 4 and 22. Split behind the last parenthesis, since field 2, the name in
+    # parentheses, may contain any characters.
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return int(fields[1]), fields[19]
 

@@ -1,7 +1,7 @@
-"""Start a node as a child process, by exec and never by fork alone, possibly before its first use.
+"""Start a node as a child process, always with exec, possibly before the node's first use.
 
-The listening socket is created here and inherited, so that its name is taken at once, and
-connections wait in its backlog while the child still imports.
+This process creates the listening socket, and the child inherits it. So the socket's name is taken
+at once, and connections wait in the backlog while the child still imports modules.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _REFUSED = 2
 
 
 class NodeProcess(Struct, frozen=True):
-    """A node that was started and has not answered yet. Until then, its stderr is a memfd."""
+    """A node that was started and has not answered yet. Until it answers, its stderr is a memfd."""
 
     process: subprocess.Popen[bytes]
     log_fd: int
@@ -48,8 +48,8 @@ class NodeProcess(Struct, frozen=True):
     def failure(self) -> DataplaneError:
         """Return the error for a node that closed the connection: its exit status and the last
         lines of its output. Status 2 means that the node refused to start, most likely because of a
-        wrong setting. The error has a noun `status` if the node exited by itself, but not if it was
-        killed or told to exit.
+        wrong setting. The error has a noun `status` if the node exited by itself with an error, but
+        not if it was killed or asked to exit.
         """
         try:
             status = self.process.wait(_EXIT_WAIT_S)
@@ -70,7 +70,7 @@ class NodeProcess(Struct, frozen=True):
         )
 
     def started(self) -> None:
-        """Write out what the node has logged during its start, since it has answered."""
+        """Copy the node's log to stderr once the node has answered."""
         said = os.pread(self.log_fd, _TAIL_BYTES, 0)
         if said:
             with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -98,11 +98,11 @@ def node_command() -> tuple[str, ...]:
 def start_node(
     listener: socket.socket, command: tuple[str, ...], source: DatasetSource
 ) -> NodeProcess:
-    """Start a node on this listening socket; only the child keeps a copy of it. It begins to open
-    this dataset while it starts.
+    """Start a node on this listening socket, of which the child gets a copy. The node begins to
+    open this dataset while it starts.
 
-    The child's stderr is a memfd until it serves, so that its last output can be reported; then it
-    switches to ours, passed as --stderr-fd.
+    The child's stderr is a memfd until the node serves, so that its last output can be reported.
+    Then the node switches to our stderr, which is passed as --stderr-fd.
     """
     log_fd = os.memfd_create("dataplane-node-start", os.MFD_CLOEXEC)
     try:
@@ -117,7 +117,7 @@ def start_node(
     except OSError as error:
         os.close(log_fd)
         raise ConfigError(f"cannot start a node with {command[0]}: {error}") from error
-    # A thread reaps the child whenever it ends, even if the trainer is busy.
+    # Reap the child in a thread, so that the child does not stay a zombie while the trainer works.
     threading.Thread(target=process.wait, name="dataplane-node-reaper", daemon=True).start()
     return NodeProcess(process, log_fd)
 
@@ -125,7 +125,7 @@ def start_node(
 def _executed(
     command: tuple[str, ...], handed_down: tuple[int, ...], log_fd: int
 ) -> subprocess.Popen[bytes]:
-    """Run the command with a listener, a stderr, and the file that names its first dataset."""
+    """Run the command with a listener, a stderr, and a file that names the first dataset."""
     listener, stderr, opening = map(str, handed_down)
     own = ("--listener-fd", listener, "--stderr-fd", stderr, "--opening-fd", opening, "--embedded")
     return subprocess.Popen(
@@ -141,10 +141,11 @@ def _executed(
 
 def _environment() -> dict[str, str]:
     return {
-        # numpy starts one BLAS thread per core at import; a node multiplies no matrices.
+        # Keep numpy from starting one BLAS thread per core: a node multiplies no matrices.
         "OPENBLAS_NUM_THREADS": "1",
         **os.environ,
-        # The node's workers import the user's functions from where this process would.
+        # Pass on this process's import path, from which the node's workers import the user's
+        # functions.
         IMPORT_PATH_VARIABLE: json.dumps([*map(_absolute, sys.path)]),
     }
 
@@ -155,7 +156,7 @@ def _kept_bytecode() -> tuple[str, ...]:
     """
     if not bytecode.is_kept_nowhere():
         return ()
-    with contextlib.suppress(ConfigError):  # the node reports it
+    with contextlib.suppress(ConfigError):  # the node reports the same error
         folder = bytecode.own_folder(cache_dir())
         return ("--bytecode", folder) if folder else ()
     return ()
@@ -196,11 +197,11 @@ def _our_stderr() -> int:
 # A node that was started when a loader was made, before the loader's first use.
 #
 # A node takes a while to start, and to list and index a dataset; meanwhile, a training script makes
-# its model. Nothing waits for the node, and its errors are raised when the loader is used. Nothing
-# here imports messages, so that the node is started first.
+# its model. The script does not wait for the node, and the node's errors are raised when the loader
+# is used. `wire` is imported only after the node was started, since the import takes time.
 #
 # Invariants:
-# 1. The node lives as long as the connection that is held here, or as it has other trainers.
+# 1. The node lives as long as `BegunNode` holds its connection, or as the node has other trainers.
 # 2. A forked child does not use the node.
 
 _GREET_S = 5.0
@@ -218,18 +219,18 @@ class BegunNode:
         _all.add(self)
 
     def greet(self) -> None:
-        """Send Hello, so that the node knows of a trainer; does not wait for the answer."""
+        """Send Hello, so that the node knows of a trainer. Do not wait for the answer."""
         from dataplane.client.wire import hello, wire_of
 
         sock, self._sock = self._sock, None
         assert sock is not None
         self._wire = wire_of(sock, self._name)
-        with contextlib.suppress(DataplaneError, TimeoutError):  # `welcomed` raises it again
+        with contextlib.suppress(DataplaneError, TimeoutError):  # `welcomed` raises again
             self._hello = hello(self._wire, time.monotonic() + _GREET_S)
 
     def welcomed(self, deadline: float, notice: Notice) -> tuple[Wire, Welcome]:
-        """Return the connection when the node has answered. It can be called once: the caller owns
-        the connection then.
+        """Return the connection when the node has answered. Call this only once: the caller then
+        owns the connection.
 
         Raises:  PeerLost: the node ended during its start, with its last output, or does not
         answer.  ConfigError: its settings are wrong.  VersionMismatch.
@@ -251,7 +252,9 @@ class BegunNode:
             self._node.close()
 
     def close(self) -> None:
-        """End the node if nobody else uses it. May be called twice."""
+        """Close the connection, which ends the node if it has no other trainers. May be called
+        twice.
+        """
         if os.getpid() != self._pid:
             return
         wire, self._wire = self._wire, None

@@ -1,6 +1,6 @@
 """Read a process's ranks from a DeviceMesh of torch, or from the frameworks that it has imported.
 
-Nothing is imported to find out: importing a framework takes seconds, and may start it.
+This module imports no framework, since an import takes seconds and may initialise the framework.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, Final, Protocol
 from dataplane.model.errors import ConfigError, DataplaneError
 from dataplane.model.records import Topology
 
-# Names in use: torch's tutorials, torchtitan, Accelerate, Lightning, DeepSpeed, transformers,
-# NeMo Automodel.
+# These names of axes are used by torch's tutorials, torchtitan, Accelerate, Lightning, DeepSpeed,
+# transformers and NeMo Automodel.
 BATCH_AXES: Final = frozenset(
     [
         "dp",
@@ -56,7 +56,7 @@ OTHER_AXES: Final = frozenset(
 
 
 _PARTS_OF_BATCH: Final = frozenset(["dp_replicate", "dp_shard"])
-"""These two together are the batch axis of torchtitan."""
+"""The two axes that together are torchtitan's batch axis."""
 
 
 class Mesh(Protocol):
@@ -83,7 +83,8 @@ def mesh_topology(
     whole: Mesh | None = None,
 ) -> Topology:
     """Return the topology of the process with this `rank`. Several batch axes are combined in the
-    order of the mesh, the last one counting fastest. `whole` is the mesh that `mesh` was cut from.
+    order of the mesh, where the last axis varies fastest. `whole` is the mesh from which `mesh` was
+    cut.
 
     Raises:  ConfigError: the names do not say which axes are batch axes (a wrong guess would train
     on wrong samples unnoticed); or some batch axes are missing; or the process is not in the mesh.
@@ -122,7 +123,7 @@ def mesh_topology(
 
 
 def is_mesh(given: object) -> bool:
-    """Return whether this can be read as a mesh."""
+    """Return whether `given` can be read as a mesh."""
     return all(hasattr(given, name) for name in ("mesh_dim_names", "shape", "get_coordinate"))
 
 
@@ -165,8 +166,8 @@ def _batch_axes(mesh: Mesh, names: tuple[str, ...], given: Sequence[str | int] |
 def _check_whole(
     mesh: Mesh, names: tuple[str, ...], chosen: list[int], world_size: int, whole: Mesh | None
 ) -> None:
-    """Refuse a mesh that is, or may be, part of a larger one and lacks one of its batch axes: ranks
-    along that axis would read equal batches.
+    """Refuse a mesh that is, or may be, part of a larger mesh and lacks one of its batch axes:
+    ranks along the missing axis would read equal batches.
     """
     missing: list[str] = []
     size = math.prod(mesh.shape)
@@ -193,10 +194,10 @@ def _check_whole(
 
 
 def _doubt(names: tuple[str, ...], size: int, world_size: int) -> str:
-    """Return why a view of the world, such as one of torchtitan's several, may not be the one for
-    batches; "" if there is no doubt.
+    """Return why a mesh that divides the whole world may not be the mesh for batches, since a
+    framework such as torchtitan makes several; "" if there is no doubt.
     """
-    if "fsdp" in names:  # it combines dp_shard and cp
+    if "fsdp" in names:  # the axis "fsdp" combines dp_shard and cp
         return (
             "and its axis 'fsdp' may join ranks that read different batches with ranks that share "
             "a sequence"
@@ -212,7 +213,7 @@ def _doubt(names: tuple[str, ...], size: int, world_size: int) -> str:
 
 
 def _place(axes: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Combine axes, each (coordinate, size), to one: return the rank within it, and its size."""
+    """Combine axes, given as (coordinate, size), to one axis. Return its coordinate and size."""
     rank, joined = 0, 1
     for coordinate, size in axes:
         rank, joined = rank * size + coordinate, joined * size
@@ -223,8 +224,8 @@ def _place(axes: Sequence[tuple[int, int]]) -> tuple[int, int]:
 #
 # Read a process's ranks from the frameworks that it uses.
 #
-# Only modules that the process has imported itself are examined, and only functions that read are
-# called: none of them starts a framework or communicates.
+# Only modules that the process has already imported are examined. Only getters are called, which
+# neither initialise a framework nor communicate.
 
 Modules = Mapping[str, ModuleType]
 
@@ -232,8 +233,8 @@ _DISTRIBUTED = "torch.distributed"
 
 
 def from_frameworks(modules: Modules) -> Topology | None:
-    """Return the topology of the first framework that is initialised, without local ranks; None if
-    none is. `modules` are those of this process: sys.modules.
+    """Return the topology of the first initialised framework, without local ranks; None if no
+    framework is initialised. `modules` is sys.modules.
 
     Raises:  ConfigError: a framework fails to answer, or its answer is inconsistent.
     """
@@ -254,7 +255,7 @@ def from_frameworks(modules: Modules) -> Topology | None:
 
 
 def ranks_of(modules: Modules) -> tuple[int, int] | None:
-    """Return torch.distributed's rank and world size; None if it is not initialised."""
+    """Return the rank and world size of torch.distributed; None if it is not initialised."""
     group = _group(modules)
     return None if group is None else (int(group.get_rank()), int(group.get_world_size()))
 
@@ -290,8 +291,8 @@ def _megatron(modules: Modules) -> Topology | None:
 def _deepspeed(modules: Modules) -> Topology | None:
     """Read the topology from DeepSpeed.
 
-    Without one of the layouts below, all ranks are data-parallel, as torch.distributed says. The
-    functions in groups.py are not called then, since some of them create a process group.
+    Without one of the layouts below, all ranks are data-parallel, and `_distributed` reads the
+    topology. The functions in groups.py are not called, since some of them create a process group.
 
     Sources:  deepspeed/utils/groups.py (mpu, mesh_device), runtime/pipe/topology.py
     (PipelineParallelGrid), runtime/sequence_parallel/parallel_state_sp.py, 0.14 to 0.19.
@@ -335,7 +336,7 @@ def _of_mpu(mpu: Any, ranks: tuple[int, int]) -> Topology:
 def _is_started(ulysses: Any) -> bool:
     try:
         ulysses.get_sequence_parallel_group()
-    except AssertionError:  # raised if there is no such group
+    except AssertionError:  # there is no sequence-parallel group
         return False
     return True
 
@@ -355,7 +356,7 @@ def _of_ulysses(ulysses: Any, ranks: tuple[int, int]) -> Topology:
 
 def _accelerate(modules: Modules) -> Topology | None:
     """Read the topology from Accelerate, whose mesh has the axes dp_replicate, dp_shard, cp, sp, tp
-    in this order, the last one counting fastest.
+    in this order, where the last axis varies fastest.
 
     Sources:  accelerate/state.py and parallelism_config.py.
     """

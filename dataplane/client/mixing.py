@@ -1,7 +1,6 @@
-"""The weights of a mixture while a job runs: past, present and future ones, and their effects.
+"""The weights of a mixture while a job runs: past, present and future weights, and their effects.
 
-A trainer plans nothing: its node computes each answer from nothing but the job, the weights and the
-place.
+A trainer plans nothing: its node computes each answer from only the job, the weights and the place.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ _COUNTS_MAX = 64
 
 
 def sample_count(session: Session, epoch: int) -> int:
-    """Return how many samples an epoch has. The node is asked only if weights change in the job,
-    and about the first epoch of a stage that has only what was unread.
+    """Return the number of samples of an epoch. Request it from the node only if weights change in
+    the job, or for the first epoch of a stage with change="unread".
 
-    Raises:  DataplaneError: as the node says.
+    Raises:  DataplaneError: the node's error.
     """
     job, mix = session.job, session.mix
     is_reduced = (
@@ -49,7 +48,7 @@ def sample_count(session: Session, epoch: int) -> int:
 def epoch_steps(session: Session, epoch: int, cursor: int = 0) -> EpochSteps:
     """Return the steps of an epoch from a cursor on, with the weights that are known now.
 
-    Raises:  DataplaneError: as the node says.
+    Raises:  DataplaneError: the node's error.
     """
     return EpochSteps.of(
         session.job.spec, sample_count(session, epoch), epoch, cursor=cursor,
@@ -65,7 +64,7 @@ def state_at(session: Session, epoch: int, cursor: int) -> RunState:
 
 def place_of(session: Session, state: RunState) -> tuple[int, int]:
     """Return the epoch and cursor from which a pass continues. After a state that was taken in the
-    last step of an epoch, the first pass has no batches, and the next one is the next epoch.
+    last step of an epoch, the first pass has no batches, and the next pass reads the next epoch.
     """
     if state.ended is None:
         return state.epoch, state.cursor
@@ -73,11 +72,11 @@ def place_of(session: Session, state: RunState) -> tuple[int, int]:
 
 
 def changed(session: Session, epoch: int, cursor: int, weights: Sequence[float]) -> WeightsChanged:
-    """Return the weights of the job if these take effect at this place or later; without any, those
-    with which the job was opened. Changes nothing.
+    """Return all weights of the job if `weights` take effect at this place or later; without
+    `weights`, the weights with which the job was opened take effect. The job is not changed.
 
     Raises:  ConfigError: the job is not a mixture, or cannot be planned with these weights.
-    DataplaneError: as the node says.
+    DataplaneError: the node's error.
     """
     mix = session.mix or MixHistory(())
     ask = partial(_changed, epoch, cursor, mix, tuple(weights))
@@ -87,7 +86,7 @@ def changed(session: Session, epoch: int, cursor: int, weights: Sequence[float])
 def asked_of(session: Session, epoch: int, cursor: int) -> list[MixAt]:
     """Return the weights that people requested and that take effect in a pass that begins here,
     each with its place in this epoch. A request beyond the last step of an epoch belongs to the
-    next.
+    next epoch.
     """
     found = []
     for one in session.mixes_asked:
@@ -102,10 +101,10 @@ def asked_of(session: Session, epoch: int, cursor: int) -> list[MixAt]:
 
 def follow(session: Session, asked: MixAt, reached: int) -> WeightsChanged | None:
     """Apply weights that people requested, on a rank that has reached this cursor of the epoch.
-    None if no epoch can be planned with them from there on. All ranks find the same: they change
-    nothing, and a warning says so.
+    Return None, after a warning, if the epoch cannot be planned with these weights: they are then
+    ignored, on this rank and on all others.
 
-    Raises:  ConfigError: the rank has passed the place where they take effect.
+    Raises:  ConfigError: the rank has passed the place where the weights take effect.
     """
     at = asked.position
     if at.cursor < reached:

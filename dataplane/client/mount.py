@@ -8,8 +8,8 @@ Invariants:
     UNREAD   a device may still read it                 | when `when_unread` calls back: released
 
 2. The socket stays open as long as a slab is held, even after the loader was closed: for the node,
-   a closed socket means that every slab is free. The job is left at once: other ranks may wait for
-   that, to open it with other arguments.
+   a closed socket means that every slab is free. But a closed loader leaves its job at once, since
+   other ranks may wait to open the job with other arguments.
 3. Finalizers append to deques and send without waiting. Nothing here takes a lock.
 4. In a forked child nothing is released or received: the parent owns everything. The child keeps
    only the memory of the slabs that were alive.
@@ -50,7 +50,7 @@ from dataplane.rpc.messages import (
 Bytes = npt.NDArray[np.uint8]
 
 _RELEASE_COUNT_MAX = 4096
-# How long an exiting process waits for a node that does not read.
+# How long an exiting process waits for room in the socket of a node that does not read.
 _LEAVE_S_MAX = 1.0
 
 
@@ -71,14 +71,14 @@ class Pinning(Protocol):
 
 
 class NoDevice:
-    """For memory that only this process reads."""
+    """Hooks for memory that no device reads."""
 
-    def pin(self, memory: Bytes) -> Callable[[], None]:  # noqa: ARG002 - as the protocol has it
-        """Nothing to do."""
+    def pin(self, memory: Bytes) -> Callable[[], None]:  # noqa: ARG002 - required by the protocol
+        """Do nothing."""
         return _nothing
 
     def when_unread(self, release: Callable[[], None]) -> None:
-        """At once."""
+        """Call `release` at once."""
         release()
 
 
@@ -100,8 +100,8 @@ class _HeldSlab(Struct, eq=False):
 
 
 class Mount:
-    """One connection's share of a job, made by a session; only its slabs outlive it. Nodes were at
-    work for `opening_s` until the job was open.
+    """One connection's share of a job, made by a session. Only its slabs outlive the connection.
+    `opening_s` is how long nodes worked until the job was open.
     """
 
     def __init__(
@@ -123,10 +123,11 @@ class Mount:
         self._released: deque[int] = deque()
         self._left: deque[CloseStream | CloseJob] = deque()
         self.progress = 0, 0
-        """(epoch, cursor) of the stream that was walked last."""
+        """(epoch, cursor) of the stream that was read last."""
         self._retired = False
         self._open = [True]
-        # A slice, since an array over the arena's own view would keep it from being closed.
+        # Pin a slice of the arena's view: an array over the view itself would keep the arena from
+        # being closed.
         self._unpin = pinning.pin(np.frombuffer(arena.view(0, arena.size_bytes), np.uint8))
         _mounts.add(self)
 
@@ -157,7 +158,8 @@ class Mount:
             memory: Bytes = np.frombuffer(self._arena.view(region.offset, region.length), np.uint8)
         except IndexError as error:
             raise PeerLost(f"the node gave a slab outside of its arena: {error}") from error
-        # Only slots in use: mapping all of them would delay the first batch by a tenth of a second.
+        # Populate only slots in use: populating the whole arena would delay the first batch by a
+        # tenth of a second.
         self._arena.populate_once(region.offset, region.length)
         held = _HeldSlab(slab.slab_id, region, forks.born())
         weakref.finalize(memory, self._died, held).atexit = False
@@ -208,7 +210,7 @@ class Mount:
         if not self._slabs:
             self._finish()
         elif self.wire.peer_gone:
-            self.wire.close()  # the node is gone, but devices may still read the memory
+            self.wire.close()  # keep the memory, which processes or devices may still read
         else:
             self._left.append(CloseJob(self.job_id, *self.progress, holds_slabs=True))
             self.flush()
@@ -239,7 +241,7 @@ class Mount:
             return
         children = forks.died(slab.number)
         if children:
-            slab.use = _Use.FORKED  # before another thread may find that the children have ended
+            slab.use = _Use.FORKED  # set before `add`: another thread may then release the slab
             self._forked.add(children, slab)
         else:
             self._unused(slab)
@@ -253,7 +255,8 @@ class Mount:
             return
         self._slabs.pop(slab.slab_id, None)
         self._released.append(slab.slab_id)
-        # If more requests follow, the next one carries it; a waiting request was already sent.
+        # Flush only if no request will follow soon: the next request would flush. A thread that
+        # waits for an answer has already sent its request.
         if not self._slabs or self._retired or self.wire.is_waiting:
             self.flush()
         if self._retired and not self._slabs:
@@ -261,7 +264,7 @@ class Mount:
 
     def _finish(self) -> None:
         try:
-            self._open.pop()  # atomic: only one comes through
+            self._open.pop()  # atomic: only one thread passes
         except IndexError:
             return
         self.flush()

@@ -1,7 +1,7 @@
 """One loader's membership in a job: opened on first use, and opened again after a loss or a fork.
 
 All requests of a loader use its current connection, the mount. If the node is lost, the mount is
-retired and a new one is made, to a new embedded node or to the same service. Then the same member
+retired, and a new mount is made to a new embedded node or to the same service. Then the same member
 opens the job again.
 """
 
@@ -53,10 +53,11 @@ from dataplane.model.redact import unsigned
 from dataplane.rpc.messages import JobOpened, OpenJob, StageTimes, Waited, Welcome
 from dataplane.settings import stall_timeout_s
 
-# Opening a job may index a dataset, which means reading all of it if its format has no index.
+# Long, since opening a job may index a dataset, which means reading the whole dataset if its format
+# has no index.
 OPEN_TIMEOUT_S = 1800.0
 _GRACE_S = 2.0
-# How often to restart a node that exits by itself during its start, in the middle of a run.
+# How often to start a node in the middle of a run, if nodes exit by themselves while they start.
 _STARTS_MAX = 3
 _NO_WAITS: Waits = (0, 0, 0, 0, 0, 0)
 
@@ -90,12 +91,15 @@ class Session:
         self._mix: MixHistory | None = None
         self._mix_entries: dict[int, LedgerEntry] = {}
         self.mixes_asked: tuple[MixAt, ...] = ()
-        """Weights that people requested, in the order of their places, as far as they are known
-        here. Replaced when others become known."""
+        """The known weights that people requested, in the order of their places. The tuple is
+        replaced when more weights become known.
+        """
         self.mixes_applied: set[int] = set()
-        """The requested weights that are in `mix`, since a pass has reached their place."""
+        """The numbers of ledger entries whose place a pass has reached. Their weights are in `mix`,
+        or were ignored with a warning.
+        """
         self.epoch_samples: dict[tuple[int, MixHistory | None], int] = {}
-        """How many samples epochs have with these weights, as far as the node was asked."""
+        """The known sample counts of epochs, by (epoch, weights)."""
         self._closed = False
         self._pid = os.getpid()
         self._making = threading.Lock()
@@ -111,7 +115,7 @@ class Session:
 
     @property
     def job(self) -> JobOpened:
-        """The opened job, equal on every rank; opens it if needed."""
+        """The job, which is equal on every rank. Opened if needed."""
         return self.mount().job
 
     @property
@@ -121,8 +125,8 @@ class Session:
 
     @property
     def mix(self) -> MixHistory | None:
-        """The weights of a mixture: those of the job's spec, until others are set. None without a
-        mixture.
+        """The weights of a mixture: the weights of the job's spec, until others are set. None
+        without a mixture.
         """
         mixture = self.job.spec.mixture
         return None if mixture is None else self._mix or mixture.history
@@ -209,8 +213,8 @@ class Session:
         return structs.replace(total, first_batch=self._first_batch)
 
     def slab_arrived(self, asked: float, times: StageTimes) -> bool:
-        """Note that a slab that was requested at `asked`, in time.monotonic(), has arrived. Records
-        the first, and returns whether this one is.
+        """Note that a slab has arrived that was requested at `asked`, in time.monotonic(). Return
+        whether it is the first slab, whose stages are recorded.
         """
         opening = self._opening
         if opening is None:
@@ -225,7 +229,7 @@ class Session:
             self._unreported = cast("Waits", tuple(map(operator.add, self._unreported, waits)))
 
     def take_waited(self) -> Waited | None:
-        """Return the waits that were not reported yet; None for none."""
+        """Return the waits that were not reported yet; None if there are none."""
         first: tuple[float, ...] = ()
         with self._counting:
             waits, self._unreported = self._unreported, _NO_WAITS
@@ -235,8 +239,8 @@ class Session:
         return Waited(waits, first) if first or waits != _NO_WAITS else None
 
     def first_slab_notice(self) -> Notice | None:
-        """Return the notice that shows the node's progress with the first slab; None once that has
-        arrived.
+        """Return a notice that shows the node's progress with the first slab; None if the slab has
+        arrived, or on all but the first rank of a host.
         """
         place = self.request.topology
         if self._opening is None or place.local_rank:
@@ -259,17 +263,17 @@ class Session:
         return job.stall_timeout_s + min(_GRACE_S, job.stall_timeout_s / 4)
 
     def mount(self, deadline: float | None = None) -> Mount:
-        """Return the current connection; a new one in a forked child, or if the last one was lost.
-        Losses are retried until the deadline, or without a deadline for the stall timeout.
+        """Return the current connection. Make a new connection in a forked child, or if the last
+        connection was lost. Retry until the deadline, or without a deadline for the stall timeout.
 
-        Raises:  ClosedError: after `close`.  PeerLost: no node could be reached in that time, or it
-                 exits by itself.  DataStallError: it does not open the job. DatasetChangedError:
-                 the job has changed. DataplaneError: as the node says.
+        Raises:  ClosedError: after `close`.  PeerLost: no node could be reached in that time, or a
+                 node exits by itself.  DataStallError: the node does not open the job.
+                 DatasetChangedError: the job has changed.  DataplaneError: the node's error.
         """
         if os.getpid() != self._pid:
             self._pid, self._mount, self._begun = os.getpid(), None, None
             self._making, self._counting = threading.Lock(), threading.Lock()
-            self._unreported = _NO_WAITS  # the parent reports its own
+            self._unreported = _NO_WAITS  # the parent reports its waits itself
             self._member_id = _member_id(self.request)
         mount = self._mount
         if mount is not None and not mount.wire.is_lost:
@@ -291,8 +295,8 @@ class Session:
         return mount
 
     def change(self, stages: tuple[Stage, ...], epoch: int = 0) -> None:
-        """Make this the job of a run with these former stages, which continues in this epoch. If
-        another one was opened, leave it.
+        """Change to the job of a run with these former stages, which continues in this epoch. Leave
+        a job that was opened before.
         """
         request = self.request
         first = stages[-1].next_epoch if stages else 0
@@ -313,7 +317,7 @@ class Session:
             mount.retire()
 
     def lost(self, mount: Mount) -> None:
-        """Stop sending requests to this mount: `mount()` makes another."""
+        """Retire this mount. `mount()` then makes another."""
         with self._making:
             if self._mount is mount:
                 self._mount = None
@@ -384,10 +388,11 @@ class Session:
         if self._job is None:
             self._opening = Opening.of(began, reached, time.monotonic(), mount.job)
         self._job = mount.job
-        # The node may have left out the last stage, if nothing has changed since.
+        # Use the stages of the opened job: the node leaves out the last stage if nothing has
+        # changed since that stage.
         spec = structs.replace(self.request.spec, stages=mount.job.spec.stages)
         self.request = structs.replace(self.request, spec=spec)
-        self._is_first_reported = False  # a new node knows nothing
+        self._is_first_reported = False  # report the first batch to the new node too
         self.learn(mount.job.entries)
         return mount
 
@@ -459,7 +464,7 @@ def _leave_at_the_end_of(_pid: int) -> None:
     such as a DataLoader worker, exits without atexit, and would otherwise count as lost.
     """
     if multiprocessing.parent_process() is not None:
-        # The lowest priority runs last: by then, queues have sent what they held.
+        # The lowest priority runs last, after finalizers that send the rest of queues.
         multiprocessing.util.Finalize(None, close_all, exitpriority=-100)
 
 

@@ -1,5 +1,5 @@
-"""The stages of a run whose recipe changes: from a saved state to the list that the job's spec has,
-and the sentence that says what follows from a change.
+"""The stages of a run whose recipe changes: the list of stages in the job's spec, made from a saved
+state, and the sentence that describes the effect of a change.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from dataplane.rpc.messages import JobOpened
 
 _Struct = TypeVar("_Struct", bound=Struct)
 RESTART, UNREAD = "restart", "unread"
-"""The values of `change`: what the first epoch of the new stage has."""
+"""The values of `change`: the first epoch of the new stage has all data, or only unread data."""
 CHANGES = (RESTART, UNREAD)
 Named = tuple[tuple[str, tuple[str, ...]], ...]
-"""Urls of datasets by the names of sources, "" without a mixture."""
+"""Urls of datasets, by the names of sources; the name is "" without a mixture."""
 
 
 def stages_with(state: RunState, change: str, before: Named = ()) -> tuple[Stage, ...]:
-    """Return the stages of a run that goes on from this state with another recipe. The datasets of
-    the state were at the urls `before`.
+    """Return the stages of a run that continues from this state with another recipe. The datasets
+    of the state were at the urls `before`.
 
     Raises:  ConfigError: there is no such change.
     """
@@ -55,8 +55,8 @@ def stages_with(state: RunState, change: str, before: Named = ()) -> tuple[Stage
 
 
 def follows(state: RunState, job: JobOpened) -> tuple[RunState, str]:
-    """Return where the new stage of this job begins, after a run that had come to this state; and
-    a sentence about what has changed, and what follows.
+    """Return the state at which the new stage of this job begins, after a run that had reached
+    `state`; and a sentence about the changes and their effect.
     """
     stage = job.spec.stages[-1]
     epoch, number = stage.next_epoch, len(job.spec.stages) + 1
@@ -79,7 +79,7 @@ def follows(state: RunState, job: JobOpened) -> tuple[RunState, str]:
 def check_epoch(epoch: int, stage: Stage) -> None:
     """Check that an epoch does not lie before the end of a former stage.
 
-    Raises:  ConfigError: it does.
+    Raises:  ConfigError: the epoch lies before that end.
     """
     if epoch < stage.epoch:
         raise ConfigError(
@@ -91,7 +91,7 @@ def check_epoch(epoch: int, stage: Stage) -> None:
 
 
 def _spec(state: RunState) -> JobSpec | None:
-    """Return what a state says of its job's spec; None if long values were cut."""
+    """Return the spec of a state's job; None if the state has only the beginning of long values."""
     facts: dict[str, Fact] = {**state.options, **state.values}
     if any(isinstance(fact, str) and fact.endswith("…") for fact in facts.values()):
         return None
@@ -105,7 +105,7 @@ def _spec(state: RunState) -> JobSpec | None:
             mixture=None if state.mix is None else _mixture(facts, state.mix),
         )
     except (ValueError, KeyError, TypeError, msgspec.ValidationError):
-        return None  # an option of a later version, say
+        return None  # for example, an option of a later version
 
 
 def _mixture(facts: Mapping[str, Fact], mix: MixHistory) -> MixtureSpec:
@@ -129,7 +129,7 @@ def _mixture(facts: Mapping[str, Fact], mix: MixHistory) -> MixtureSpec:
 
 
 def _filled(cls: type[_Struct], facts: Mapping[str, Fact], **given: Any) -> _Struct:
-    """Return a Struct with those of the facts that are its fields."""
+    """Return a Struct whose fields have the values in `facts`."""
     plain = dict(given)
     for field in structs.fields(cls):
         if field.name in plain or field.name not in facts:

@@ -26,14 +26,14 @@ from dataplane.rpc.messages import JobOpened
 
 # -- digest ------------------------------------------------------------------------------------
 #
-# The digest of the rows that a run was given: one value, by which two runs can be compared.
+# The digest of the rows that a run has read: one value, by which two runs can be compared.
 #
-# 1. It depends only on the input of the plan: for each epoch the range of positions, and everything
-#    that decides which rows are there, in which global batches. The rows follow from these and are
-#    not computed, so a state costs the same after any number of steps.
-# 2. It is the same on every rank and for any number of ranks, and does not depend on where a run
-#    was interrupted: a pass that continues another one extends its range.
-# 3. Skipped positions are in no range.
+# 1. The digest depends only on the input of the plan: for each epoch the range of positions, and
+#    everything that decides which rows are at these positions, and in which global batches. The
+#    rows themselves are not computed, so a state costs the same after any number of steps.
+# 2. The digest is the same on every rank and for any number of ranks, and does not depend on where
+#    a run was interrupted: a pass that continues a previous pass extends the previous range.
+# 3. No range contains skipped positions.
 
 _HEX_DIGITS = 16
 
@@ -86,7 +86,7 @@ class RowsDigest(Struct, frozen=True):
     def from_dict(cls, saved: object, epoch: int, cursor: int) -> RowsDigest:
         """Invert `to_dict`.
 
-        Raises:  ConfigError: it is not a digest.
+        Raises:  ConfigError: `saved` is not a digest.
         """
         if isinstance(saved, Mapping):
             texts = [saved.get(name) for name in ("order", "base", "value")]
@@ -94,7 +94,8 @@ class RowsDigest(Struct, frozen=True):
             match texts:
                 case [str(order), str(base), str(value)] if begin is not None:
                     digest = cls(order, epoch, begin, cursor, base)
-                    # If the position of the state was changed by hand, a new range begins there.
+                    # Begin a new range if the value does not match, because somebody has changed
+                    # the state's position by hand.
                     return (
                         digest if digest.value == value else cls("", epoch, cursor, cursor, value)
                     )
@@ -103,7 +104,7 @@ class RowsDigest(Struct, frozen=True):
 
 # -- mix state ---------------------------------------------------------------------------------
 #
-# The weights of a mixture as they are saved in a state: plain values, the same on every rank.
+# The form in which a state has the weights of a mixture: plain values, the same on every rank.
 
 
 def mix_to_dict(mix: MixHistory, asked: str) -> dict[str, Any]:
@@ -116,7 +117,7 @@ def mix_to_dict(mix: MixHistory, asked: str) -> dict[str, Any]:
 def mix_from_dict(saved: object) -> tuple[MixHistory | None, str]:
     """Invert `mix_to_dict`; None and "" if the state has no weights.
 
-    Raises:  ConfigError: it is damaged.
+    Raises:  ConfigError: `saved` is damaged.
     """
     if saved is None:
         return None, ""
@@ -166,7 +167,7 @@ class RunState(Struct, frozen=True):
     """The position of a run: all ranks together have consumed `cursor` samples of `epoch`.
 
     `options` are the job's options that differ from their default (see `JobSpec.facts`). `values`
-    are the texts of those options that are hashes in `options`, by name. `pixels` names the
+    has the texts of options that are only hashes in `options`, by name. `pixels` names the
     software that decoded the images; "" without images or if unknown. `in_last_step` means that the
     state is the start of an epoch, but was taken in the last step of the epoch before. `digest`
     covers the rows of all steps so far, if they are known. `mix` are the weights of a mixture, and
@@ -200,8 +201,8 @@ class RunState(Struct, frozen=True):
         )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the state as plain values for saving: under a kilobyte as JSON without a mixture,
-        and up to two more for each long option.
+        """Return the state as plain values for saving. Without a mixture they take less than a
+        kilobyte as JSON, and up to two kilobytes more for each long option.
         """
         saved: dict[str, Any] = {
             "version": STATE_VERSION,
@@ -231,7 +232,7 @@ class RunState(Struct, frozen=True):
 
     @property
     def ended(self) -> int | None:
-        """The epoch in whose last step the state was taken; None for other states."""
+        """The epoch in whose last step the state was taken; None if it was not in a last step."""
         return self.epoch - 1 if self.in_last_step and not self.cursor else None
 
     def normalised(self, spec: JobSpec, gaps: Gaps = NO_GAPS) -> RunState:
@@ -247,8 +248,8 @@ class RunState(Struct, frozen=True):
     def from_dict(cls, saved: object) -> RunState:
         """Invert `to_dict`; unknown keys are ignored.
 
-        Raises:  ConfigError: it is not a loader's state.  VersionMismatch: it has another version,
-        or its samples have another version of the order.
+        Raises:  ConfigError: `saved` is not a loader's state.  VersionMismatch: the state has
+        another version, or its samples have another version of the order.
         """
         if not isinstance(saved, Mapping):
             raise ConfigError(
@@ -317,16 +318,17 @@ class RunState(Struct, frozen=True):
         """Return why this job would read other samples, or in another order or form."""
         problems = [*self._dataset_problems(job, dataset_moved), *self._option_problems(job.spec)]
         if any(problem.field in _ROWS for problem in problems):
-            # A problem of the rows changes the number of samples: it is not the dataset's.
+            # Drop the problem of the dataset: a different choice of rows also changes the number of
+            # samples.
             problems = [problem for problem in problems if problem.field != "dataset"]
         if any(problem.field in _ABOUT_ROWS for problem in problems):
-            # The defaults of these options depend on the dataset.
+            # Drop problems of options whose defaults depend on the dataset.
             problems = [problem for problem in problems if problem.field not in _FROM_THE_DATASET]
         return problems
 
     def _has_as_many(self, job: JobOpened) -> bool:
-        # The number of samples depends on the weights of a mixture, and on the epoch after a change
-        # that leaves delivered samples out, so it is not compared then.
+        # Do not compare the number of samples if it may differ between epochs: with a mixture it
+        # depends on the weights, and the first epoch after change="unread" lacks delivered samples.
         is_reduced = any(stage.unread for stage in self.stages[-1:])
         return is_reduced or self.mix is not None or self.sample_count == job.sample_count
 
@@ -413,9 +415,8 @@ def _shown(value: object) -> str:
 
 
 def _apart(before: str, now: str) -> tuple[str, str]:
-    """Shorten two texts to their differences; short texts are not changed. Of long lists, only
-    entries that the other one lacks are shown; of other texts, the part around the first
-    difference.
+    """Shorten two long texts to their differences. Of lists, show only entries that the other list
+    lacks; of other texts, only the part around the first difference.
     """
     if max(len(before), len(now)) <= _SHOWN_LENGTH_MAX:
         return before, now

@@ -42,8 +42,8 @@ def stages_waited_for(waited: int, times: StageTimes) -> Waits:
 # Divide the time until a loader's first batch by stage.
 #
 # The client measures how long the node took to answer and to open the job. The node reports how
-# much of that it spent on the dataset's index and on planning. The rest comes from the stage times
-# of the first slab. After that, nothing more is measured.
+# much of that time it spent on the dataset's index and on planning. The other stages come from the
+# stage times of the first slab. Later slabs are not measured here.
 
 _US_A_S = 1e6
 
@@ -185,7 +185,7 @@ class Statistics(Struct, frozen=True):
         return self.samples / self.elapsed_s if self.elapsed_s else 0.0
 
     def scalars(self) -> dict[str, float]:
-        """The same as flat numbers, with names for TensorBoard or W&B: "dataplane/waited_s", …"""
+        """Return flat numbers, with names for TensorBoard or W&B: "dataplane/waited_s", …"""
         names = (*_SUMMED, "worker_count", "origin_bytes", "elapsed_s", "samples_per_s")
         sums = {f"dataplane/{name}": float(getattr(self, name)) for name in names}
         first = self.first_batch.stages()
@@ -220,7 +220,7 @@ def sum_of(parts: Iterable[Statistics]) -> Statistics:
 
 
 class Tally:
-    """Collects one stream's statistics; used by one thread at a time."""
+    """Statistics of one stream; used by one thread at a time."""
 
     __slots__ = (
         "_by_place",
@@ -247,7 +247,7 @@ class Tally:
         self._in_hand: tuple[Slab, Waits, bool] | None = None
 
     def handed_over(self, slab: Slab, waited_s: float, *, was_copied: bool) -> Waits:
-        """Note that a slab arrived after this wait; return it by stage."""
+        """Note that a slab arrived after this wait; return the wait by stage."""
         waits = stages_waited_for(round(waited_s * _US_A_S), slab.times)
         self._in_hand = (slab, waits, was_copied)
         return waits
@@ -303,12 +303,14 @@ class Tally:
 #
 # Find the stage that limits a run, and the rate without that limit. Pure.
 #
-# If a stage (workers or storage) is busy all the time while the trainer waits, it is the bound.
-# Otherwise the bound is the stage that the trainer waited for longest. If the trainer hardly waits,
-# it is the bound itself.
+# If the trainer hardly waits, the bound is the trainer itself. If the workers or storage are busy
+# most of the time, they are the bound. Otherwise the bound is the stage that the trainer waited for
+# longest.
 
 WAITED_SHARE_MIN = 0.1
-"""A trainer that waits for less than this share of its time could gain no more than that."""
+"""A trainer that waits for less than this share of its time is the bound itself: without waits, it
+would save at most this share.
+"""
 _BUSY_SHARE = 0.85
 _RECENT_S = 2.0
 
@@ -342,7 +344,9 @@ class Bound(Struct, frozen=True):
 
 
 class Recent:
-    """The bound of a loader over its last seconds. `statistics` returns those of the whole run."""
+    """The bound of a loader over the last seconds. `statistics` returns the statistics of the whole
+    run.
+    """
 
     def __init__(self, statistics: Callable[[], Statistics]) -> None:
         self._statistics = statistics
@@ -351,7 +355,7 @@ class Recent:
         self._stage = ""
 
     def stage(self, now: float) -> str:
-        """Return the name of the stage; "" if none is known yet."""
+        """Return the name of the bound; "" if it is not known yet."""
         if now - self._told_at >= _RECENT_S:
             self._told_at = now
             current = self._statistics()
@@ -369,7 +373,8 @@ def bound_of(statistics: Statistics) -> Bound | None:
     disk = _disk_part(statistics)
     workers = max(statistics.worker_count, 1)
     seconds = {
-        # Workers read local files: all of them may wait for a disk at once.
+        # Divide by the number of workers, which read local files in parallel: all of them may wait
+        # for a disk at the same time.
         Stage.STORAGE: statistics.reading_s + statistics.disk_wait_s / workers,
         Stage.DECODE: statistics.decoding_s * (1 - disk) / workers,
         Stage.ASSEMBLE: statistics.assembling_s * (1 - disk) / workers,
@@ -426,6 +431,6 @@ def _without(statistics: Statistics, stage: Stage, seconds: dict[Stage, float]) 
     """Return the rate of the slowest other stage. Decoding and assembly share the workers."""
     left = {other: spent for other, spent in seconds.items() if other is not stage}
     workers_s = left.pop(Stage.DECODE, 0.0) + left.pop(Stage.ASSEMBLE, 0.0)
-    # Messages and planning still take their time.
+    # The rate stays limited by messages and planning, which `other_wait_s` includes.
     slowest_s = max(workers_s, statistics.other_wait_s, *left.values())
     return statistics.samples / slowest_s if slowest_s > 0 else None

@@ -1,12 +1,12 @@
 """A stream of slabs, and the batches in them.
 
-The next slab is requested when the trainer begins to use the present one, so that the answer
-usually is in the socket when it is needed. The caller names the step that it needs. If that is not
-the next one (after an interrupt, or the death of a node), the stream is opened again at the needed
+The next slab is requested when the trainer begins to use the present slab, so that the answer is
+usually in the socket when it is needed. The caller names the step that it needs. If this is not the
+next step (after an interrupt, or the death of a node), the stream is opened again at the needed
 step.
 
-A trainer requests slabs; the node does not push them: that would need credits, and a slab that was
-already sent cannot be taken back for a stream that needs the memory more.
+A trainer requests slabs, and the node does not push them: pushing would need credits, and a slab
+that was already sent cannot be taken back for a stream that needs the memory more.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ class SlabStream:
         ahead: bool = True,
         replays: bool = False,
     ) -> None:
-        """With `replays`, the first slab is handed out again and again; the node makes no other."""
+        """Prepare the stream. With `replays`, the first slab is handed out again and again, and the
+        node makes no other slab.
+        """
         self._session, self._ahead = session, ahead and not replays
         self._replays = replays
         self._first: tuple[Slab, list[Batches]] | None = None
@@ -96,18 +98,19 @@ class SlabStream:
         self._handed_over: float | None = None
         self._tally = session.tally()
         self._consumed = cursor
-        # Tracing has begun only if the trainer has imported it: then nothing is imported here.
+        # Trace only if the trainer has imported OpenTelemetry, so that nothing is imported here.
         api = sys.modules.get("opentelemetry.trace")
         self._tracer = None if api is None else api.get_tracer("dataplane", VERSION)
         self.stall_s = 0.0
         """The time waited for slabs so far, in seconds."""
 
     def batches_from(self, step: int) -> list[Batches]:
-        """Return the next slab, whose first batch is that of `step`; empty at the end of the epoch.
+        """Return the next slab, whose first batch is that of `step`; [] at the end of the epoch.
 
         Held memory is bounded: beyond the bound, batches are copied to ordinary memory one by one.
 
-        Raises:  DataStallError: no slab within the deadline.  DataplaneError: the node's error.
+        Raises:  DataStallError: no slab has come within the deadline.  DataplaneError: the node's
+        error.
         """
         started = time.monotonic()
         if self._handed_over is not None:
@@ -166,7 +169,7 @@ class SlabStream:
 
     @property
     def consumed(self) -> int:
-        """How many samples all ranks have consumed; sent with the next message."""
+        """The number of samples that all ranks have consumed; sent with the next message."""
         return self._consumed
 
     @consumed.setter
@@ -208,7 +211,7 @@ class SlabStream:
             raise ClosedError("this stream was closed")
         mount = self._session.mount()
         stall_s = self._session.stall_timeout_s(mount.job)
-        deadline = time.monotonic() + stall_s  # opening a job has a deadline of its own
+        deadline = time.monotonic() + stall_s  # does not include opening the job, by `mount` above
         stall = partial(self._stall, step, stall_s)
         losses, last_error = 0, ""
         while True:
@@ -263,8 +266,8 @@ class SlabStream:
         if isinstance(body, EndOfStream) and step >= self._step_count:
             return None
         if not isinstance(body, Slab) or not self._continues(body, step):
-            # An interrupt lost the answer. Ask again on a new connection: the node frees the lost
-            # slab when the old one closes.
+            # An interrupt has lost the answer. Send the request again on a new connection: the node
+            # frees the lost slab when the old connection closes.
             self._session.lost(mount)
             raise PeerLost(f"expected step {step} and found {body!r:.200}", peer=mount.node_id)
         self._next_step = step + len(body.batches) * self._stride
@@ -339,7 +342,7 @@ class SlabStream:
 
 
 def copied(batches: Batches, specs: tuple[ColumnSpec, ...]) -> list[Batches]:
-    """Copy each batch to ordinary memory of its own, so that keeping one batch keeps only that."""
+    """Copy each batch to ordinary memory of its own, so that a kept batch does not keep others."""
     return [_copied_one(batches, specs, i) for i in range(len(batches.batches))]
 
 
@@ -362,14 +365,14 @@ def _copied_one(batches: Batches, specs: tuple[ColumnSpec, ...], i: int) -> Batc
 
 # -- spans -----------------------------------------------------------------------------------------
 #
-# The life of a slab as spans of OpenTelemetry, from the stage times that it carries.
+# The life of a slab as spans of OpenTelemetry, made from the slab's stage times.
 
 _STAGES = ("fetch", "decode", "room", "queue", "assemble", "ready")
 
 
 def trace_slab(tracer: Any, slab: Slab, waited_s: float, **about: str | int) -> None:
-    """Record a slab that has just arrived: a span with one for each of its stages, which ended one
-    after the other, and one for the wait of its trainer.
+    """Record a slab that has just arrived: a span for the slab, and within it a span for each of
+    its stages, which followed one another, and a span for the trainer's wait.
     """
     now, times = time.time_ns(), slab.times
     stages = [(name, getattr(times, name) * 1000) for name in _STAGES]

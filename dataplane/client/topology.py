@@ -1,8 +1,8 @@
 """Find the ranks of this process.
 
 Sources, in this order: an explicit topology; a DeviceMesh; the frameworks that the process uses
-(meshes.py); the environment of its launcher. Without any, the process is a single rank. The
-topology's `source` says which of these was used.
+(meshes.py); the environment of its launcher. Without any of these, the process is a single rank.
+The topology's `source` names the source that was used.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from dataplane.model.records import Topology
 
 # -- environments ------------------------------------------------------------------------------
 #
-# Read the place of this process from its launcher's environment variables.
+# Read the ranks of this process from its launcher's environment variables.
 
 LIMIT: Final = 1 << 31
 ALONE: Final = "no launcher: a single process"
 
 
 class Launcher(Struct, frozen=True):
-    """The environment variables of one launcher. `local_size` may be several numbers, in Slurm's
-    notation.
+    """The environment variables of one launcher. The value of a `local_size` variable may have
+    several numbers, in Slurm's notation.
 
     Sources:  torchrun: "Environment Variables" of docs.pytorch.org/docs/stable/elastic/run.html;
     also set for each pod by Kubeflow's PyTorchJob (pkg/controller.v1/pytorch/envvar.go) and
@@ -49,7 +49,7 @@ class Launcher(Struct, frozen=True):
     local_size: tuple[str, ...]
 
 
-# MPI and PMI come last: processes started by the other launchers often inherit their variables.
+# MPI and PMI come last: processes started by other launchers often inherit variables of MPI or PMI.
 LAUNCHERS: Final = (
     Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", ("LOCAL_WORLD_SIZE",)),
     Launcher(
@@ -109,8 +109,8 @@ def from_environment(environ: Mapping[str, str]) -> Topology:
 
 def several_pods(environ: Mapping[str, str]) -> str:
     """Return the variable that shows that a process without a rank is in one of several pods of a
-    Job or JobSet; "" if there is none. An index of 0 does not show it, since a single pod has it,
-    too, but manifests name a master's address only for several pods.
+    Job or JobSet; "" if there is no such variable. An index of 0 alone is not enough, since a
+    single pod has it too; but manifests name a master's address only for several pods.
     """
     index, master = environ.get("JOB_COMPLETION_INDEX", ""), environ.get("MASTER_ADDR", "")
     if index.isdecimal() and int(index):
@@ -119,9 +119,9 @@ def several_pods(environ: Mapping[str, str]) -> str:
 
 
 def _refuse_pod_rank(environ: Mapping[str, str]) -> None:
-    """Refuse the variables that PyTorchJob sets in a pod of several processes: RANK counts pods
-    there, and WORLD_SIZE processes. They are meant for torchrun, which replaces both, and sets
-    LOCAL_RANK.
+    """Refuse the variables that PyTorchJob sets in a pod of several processes, where RANK counts
+    pods and WORLD_SIZE counts processes. These variables are meant for torchrun, which replaces
+    both, and sets LOCAL_RANK.
     """
     names = ("RANK", "WORLD_SIZE", "PET_NNODES", "PET_NPROC_PER_NODE")
     if "LOCAL_RANK" in environ or not all(environ.get(name, "").isdecimal() for name in names):
@@ -137,8 +137,8 @@ def _refuse_pod_rank(environ: Mapping[str, str]) -> None:
 
 
 def _is_batch_script(environ: Mapping[str, str], launcher: Launcher) -> bool:
-    """Return whether this is the script of an sbatch job itself. Its variables give it rank 0 of
-    all tasks, but only processes started by srun are tasks.
+    """Return whether this process runs the script of an sbatch job itself. Its variables claim rank
+    0 of all tasks, but only processes started by srun are tasks.
     """
     in_script = environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environ
     return launcher.name == "Slurm" and in_script
@@ -161,8 +161,8 @@ def _launched(environ: Mapping[str, str], launcher: Launcher) -> Topology:
         )
     local_rank = _number(environ, launcher.local_rank) if launcher.local_rank in environ else 0
     named = next((name for name in launcher.local_size if name in environ), None)
-    # Slurm writes "4(x2),3": two nodes with four tasks and one with three. Nothing says which of
-    # them this node is, and it does not matter: take the smallest consistent number.
+    # Slurm writes "4(x2),3" for two nodes with four tasks and one node with three tasks, and does
+    # not say which of the nodes this is. Take the smallest consistent number, which is enough.
     text = "" if named is None else environ[named]
     local_size = int(text) if text.isdecimal() else local_rank + 1
     if named is not None and not text.isdecimal() and launcher.name != "Slurm":
@@ -180,7 +180,7 @@ def _launched(environ: Mapping[str, str], launcher: Launcher) -> Topology:
 
 
 def _named(environ: Mapping[str, str], launcher: Launcher) -> str:
-    """Return which launcher set these variables: several set RANK and WORLD_SIZE."""
+    """Return the name of the launcher that set these variables: several set RANK and WORLD_SIZE."""
     if launcher.rank != "RANK" or "TORCHELASTIC_RUN_ID" in environ or "LOCAL_RANK" in environ:
         return launcher.name
     if "VC_TASK_INDEX" in environ or "VK_TASK_INDEX" in environ:
@@ -204,7 +204,7 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 
 
 class MeshGiven(Struct, frozen=True):
-    """A mesh to read. `whole` is the mesh that it was cut from. `batch_axes` may be None."""
+    """A mesh to read. `whole` is the mesh from which `mesh` was cut. `batch_axes` may be None."""
 
     mesh: Mesh
     batch_axes: Sequence[str | int] | None = None
@@ -220,9 +220,9 @@ def find_topology(
     dp_rank: int | None = None,
     dp_size: int | None = None,
 ) -> Topology:
-    """Return the topology of this process. `modules` are those that it has imported.
+    """Return the topology of this process. `modules` are the modules that the process has imported.
 
-    `dp_rank` and `dp_size` replace the ones that were found, for layouts that are unknown here.
+    `dp_rank` and `dp_size` replace the values that were found, for layouts that are unknown here.
 
     Raises:  ConfigError: values that are not a topology; names the variable, framework or argument.
     """
@@ -267,7 +267,7 @@ def _found(environ: Mapping[str, str], mesh: MeshGiven | None, modules: Modules)
     if topology.local_world_size > 1:
         return topology
     launched = Topology()
-    with contextlib.suppress(ConfigError):  # the framework's answer counts more
+    with contextlib.suppress(ConfigError):  # use the framework's answer alone
         launched = from_environment(environ)
     if launched.world_size != topology.world_size:
         return replace(topology, local_world_size=topology.local_rank + 1)

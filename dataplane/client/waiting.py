@@ -26,9 +26,9 @@ _trace = Trace("client")
 
 
 class Notice:
-    """The log lines of one wait: one after a few seconds, and one when it is over. If `shows_work`,
-    the node's progress is shown instead: on a terminal in a line that is overwritten, and elsewhere
-    in a log line every ten seconds.
+    """The log lines of one wait: one line after a few seconds, and one line at the end. If the node
+    reports progress and `shows_work` is set, the progress is shown instead: on a terminal in a line
+    that is overwritten, and elsewhere in a log line every ten seconds.
     """
 
     def __init__(
@@ -106,11 +106,11 @@ class Patience:
         self._began = time.monotonic()
         self._losses = 0
         self.worked_s = 0.0
-        """For how many seconds nodes were at work."""
+        """How long nodes have worked for this process, in seconds."""
 
     @property
     def until(self) -> float:
-        """When to give up if no node does any work until then."""
+        """When to give up, unless a node works for this process until then."""
         return min(self._until, self.last)
 
     @property
@@ -128,7 +128,7 @@ class Patience:
         self.last += seconds
 
     def pause(self, notice: Notice, error: PeerLost) -> bool:
-        """Wait a little after a loss, longer each time; return False if there is no time left."""
+        """Wait a little after a loss, longer after each. Return False if no time is left."""
         self._losses += 1
         notice.tell(str(error))
         longest_s = min(_PAUSE_S_MAX, _PAUSE_S * 2 ** min(self._losses, 10))

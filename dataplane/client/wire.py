@@ -3,9 +3,9 @@
 Invariants:
 1. One thread at a time receives for all threads; every answer goes to the slot of its request.
 2. An answer whose request was forgotten is added to `strays`, whose reader returns its slab.
-3. Nothing is received unless the socket has it: an interrupt (Ctrl-C) while waiting loses nothing.
-   An interrupt in the short moment of receiving ends the connection, since an answer may be lost;
-   the socket stays open as long as slabs from it are held.
+3. A thread waits with `poll`, and receives only what is already in the socket. So an interrupt
+   (Ctrl-C) during the wait loses nothing. An interrupt in the short moment of receiving ends the
+   connection, since an answer may be lost; the socket stays open as long as slabs from it are held.
 4. `tell_nowait` and `forget` take no lock and never wait: finalizers may call them.
 5. A waiting thread first sets `is_waiting` and then calls its `flush`. So data that another thread
    queues for the next message is sent either by that thread, which sees the flag, or by `flush`.
@@ -44,24 +44,24 @@ Answer = tuple[FromNodeBody, Descriptors]
 
 
 class NoAnswer(TimeoutError):
-    """A deadline has passed. A separate class, since a user's signal handler may raise
+    """A deadline has passed. This is a separate class, since a user's signal handler may raise
     TimeoutError.
     """
 
 
 class Wire:
-    """A connection to a node. Requests are sent at once; `wait` returns the answer to one."""
+    """A connection to a node. `ask` sends a request at once; `wait` returns its answer."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self._sock = sock
         self.strays: deque[FromNodeBody] = deque()
-        """Answers whose requests were forgotten, until somebody takes them."""
+        """Answers whose requests were forgotten, until `Mount.flush` takes them."""
         self._ids = itertools.count(1)
         self._turn = threading.Condition()
         self._slots: dict[int, Answer | None] = {}
         self._working: dict[int, tuple[float, Working]] = {}
-        """The node's last Working message for each request, and when it came."""
+        """The time and content of the node's last Working message for each request."""
         self._forgotten: set[int] = set()
         self._receiver: int | None = None
         self._waiters: set[int] = set()
@@ -86,7 +86,7 @@ class Wire:
     def ask(self, body: ToNodeBody, deadline: float) -> int:
         """Send a request and return its id for `wait`. Deadlines are in time.monotonic().
 
-        Raises:  PeerLost: the node is gone.  NoAnswer: it does not read.
+        Raises:  PeerLost: the node is gone.  NoAnswer: the node does not read from the socket.
         """
         request_id = next(self._ids)
         self._slots[request_id] = None
@@ -113,10 +113,11 @@ class Wire:
         notice: Notice | None = None,
         flush: Callable[[], None] | None = None,
     ) -> Answer:
-        """Return the answer to a request, once. An answer that is an error is returned, not raised.
-        The node's reports of progress go to `notice`; `flush` sends queued messages.
+        """Return the answer to a request; call this once per request. An answer that is an error is
+        returned, not raised. The node's reports of progress go to `notice`; `flush` sends queued
+        messages.
 
-        Raises:  PeerLost: no answer will come.  NoAnswer: none came in time.
+        Raises:  PeerLost: no answer will come.  NoAnswer: no answer came in time.
         """
         me, patience_s = threading.get_ident(), deadline - time.monotonic()
         while True:
@@ -136,7 +137,8 @@ class Wire:
                         self._working.pop(request_id, None)
                         return answer
                     if request_id not in self._slots and self._lost is None:
-                        # An interrupt came after this answer was received and before it was used.
+                        # The slot is gone: an interrupt came after this answer was received and
+                        # before the caller got it.
                         self._lost = "an answer of the node was lost because of an interrupt"
                     if self._lost is not None:
                         raise self._loss()
@@ -151,8 +153,8 @@ class Wire:
                     self._hand_back_turn()
 
     def arrived(self, request_id: int) -> FromNodeBody | None:
-        """Return the answer to a request if it has arrived; `wait` still returns it. Never
-        waits.
+        """Return the answer to a request if it has arrived, without waiting. `wait` still returns
+        the answer.
         """
         me, mine = threading.get_ident(), False
         try:
@@ -182,9 +184,9 @@ class Wire:
         notice: Notice | None = None,
         flush: Callable[[], None] | None = None,
     ) -> Answer:
-        """`ask`, then `wait`; raises the node's error. Calls `notice` when it is due.
+        """Send a request, and return its answer. Log `notice` when it is due.
 
-        Raises:  DataplaneError: as the node says, PeerLost.  NoAnswer: none in time.
+        Raises:  DataplaneError: the node's error.  PeerLost.  NoAnswer: no answer came in time.
         """
         answer = self.answered(self.ask(body, deadline), deadline, notice, flush)
         if isinstance(answer[0], DataplaneError):
@@ -198,7 +200,8 @@ class Wire:
         notice: Notice | None = None,
         flush: Callable[[], None] | None = None,
     ) -> Answer:
-        """`wait`; calls `notice` when it is due, and forgets the request if no answer comes.
+        """Return the answer to a request. Log `notice` when it is due, and forget the request if no
+        answer comes.
 
         Raises:  PeerLost.  NoAnswer.
         """
@@ -216,8 +219,8 @@ class Wire:
             raise
 
     def forget(self, request_id: int) -> None:
-        """Forget a request whose answer is no longer needed. The answer is passed to `stray` when
-        it comes, or now if it has come.
+        """Forget a request whose answer is no longer needed. The answer is added to `strays` when
+        it comes, or now if it has already come.
         """
         if self._lost is None:
             self._forgotten.add(request_id)
@@ -262,11 +265,11 @@ class Wire:
         self._lost = "this connection belongs to the parent process"
         self._turn = (
             threading.Condition()
-        )  # the old lock may be held by a thread that does not exist in this process
+        )  # a new lock: the old one may be held by a thread that does not exist in this process
         self._sock.close()
 
     def leave_open(self) -> None:
-        """Let the kernel close the socket at the end of the process, after all else is gone."""
+        """Leave the socket open: the kernel closes it at the very end of the process."""
         self._closed = True
         self._sock.detach()
 
@@ -318,8 +321,9 @@ class Wire:
             self._dispose(answer)
             return
         self._slots[request_id] = answer
-        # `forget` takes no lock: it adds to one set, then pops from the other. The reverse order
-        # here ensures that one of the two always finds the answer.
+        # `forget` takes no lock: it first adds to `_forgotten`, then pops from `_slots`. Do the
+        # reverse here, first set the slot and then check `_forgotten`, so that one of the two
+        # threads always finds the answer.
         if request_id in self._forgotten:
             self._forgotten.discard(request_id)
             late = self._slots.pop(request_id, None)
@@ -348,13 +352,13 @@ def _left(deadline: float) -> float:
 
 # -- greeting ----------------------------------------------------------------------------------
 #
-# The first messages between a process and a node, which identify both and compare versions.
+# The first messages between a process and a node, which identify both sides and their versions.
 
 
 def wire_of(sock: socket.socket, name: str) -> Wire:
-    """Make a connection to the node of this name; it owns the socket from then on.
+    """Make a connection to the node with this name out of a socket, which the connection then owns.
 
-    Raises:  ConfigError: another user listens there.
+    Raises:  ConfigError: a process of another user listens there.
     """
     wire = Wire(sock)
     _, uid, _ = sockets.peer_credentials(sock)
@@ -373,10 +377,10 @@ def hello(wire: Wire, deadline: float) -> int:
 
 
 def welcomed(wire: Wire, request_id: int, name: str, deadline: float, notice: Notice) -> Welcome:
-    """Return the answer to a Hello; on an error, the connection is closed.
+    """Return the answer to a Hello; close the connection on an error.
 
-    Raises:  PeerLost: it does not answer, or is gone.  ConfigError: it is not a node.
-    VersionMismatch: it speaks another protocol.
+    Raises:  PeerLost: the node does not answer, or is gone.  ConfigError: the process that listens
+    there is not a node.  VersionMismatch: the node uses another protocol.
     """
     try:
         answer = wire.answered(request_id, deadline, notice)[0]

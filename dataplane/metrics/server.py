@@ -1,14 +1,15 @@
-"""The port for people and Prometheus: GET /metrics over HTTP, in a thread of its own, and the paths
-that others add (page/server.py).
+"""The metrics port for people and Prometheus: GET /metrics over HTTP, and paths that other rooms
+add (page/server.py). The port has a thread of its own.
 
-The rules are those of the coordinator's port (docs/security.md): a token that may read the status,
-TLS where it is set up, no plain text beyond this host without `insecure`.
+The rules are those of the coordinator's port (docs/security.md): a caller needs a token that may
+read the status, TLS is used if it is set up, and without `insecure` only this host may use plain
+text.
 
 Invariants:
-1. Nothing of this runs on the event loop of the service, but the functions that read its counts.
-2. A connection has `_REQUEST_S` for its request, and there are at most `_COUNT_MAX`: the oldest of
-   those that have not sent theirs makes way for the newest.
-3. One scrape is made at a time.
+1. Only the functions that read a service's counts run on the event loop of the service.
+2. A connection has `_REQUEST_S` for its request. There are at most `_COUNT_MAX` connections: the
+   oldest connection that has not sent its request makes way for a new one.
+3. Scrapes are made one at a time.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ T = TypeVar("T")
 
 
 class Answer(Struct, frozen=True):
-    """The answer to a request: its type, its body, whole or in pieces that are sent as they come,
-    and more lines of its head.
+    """The answer to a request: its content type, its body, and additional header lines. A body may
+    be a generator, whose pieces are sent as they come.
     """
 
     form: str
@@ -83,7 +84,7 @@ Respond = Callable[[], Awaitable[Answer]]
 
 
 class RefusedError(Exception):
-    """A request that gets this answer, for this reason."""
+    """A request is refused with this status, for this reason."""
 
     def __init__(self, status: HTTPStatus, why: str) -> None:
         super().__init__(why)
@@ -91,8 +92,8 @@ class RefusedError(Exception):
 
 
 class MetricsServer:
-    """The port at one address. Use: `start()`, `add` functions that are called on the event loop of
-    the caller, `close()`.
+    """The metrics port at one address. Use: `start()`, `add()` functions, which are called on the
+    event loop that called `start`, `close()`.
     """
 
     def __init__(self, address: str, security: Security) -> None:
@@ -145,22 +146,23 @@ class MetricsServer:
         return self.address
 
     def add(self, read: Read) -> None:
-        """Show what this function returns, too. It must not wait."""
+        """Add the readings that this function returns. The function must not wait."""
         self._reads.append(read)
 
     def serve(self, path: str, respond: Respond) -> None:
-        """Answer requests for this path, too, in the thread of the port."""
+        """Add a path. `respond` answers its requests, in the thread of the port."""
         self._paths[path] = respond
 
     async def readings(self) -> list[Reading]:
-        """Return what the functions that were added show now. For the thread of the port.
+        """Return the present readings of all added functions. For the thread of the port.
 
         Raises:  TimeoutError: the service does not answer.
         """
         return await self.on_service(self._read(), _READ_S)
 
     async def on_service(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Run this on the event loop of the service, and wait for it in the thread of the port.
+        """Run `work` on the event loop of the service, and wait for its result in the thread of the
+        port.
 
         Raises:  TimeoutError, and what the work raises.
         """
@@ -170,7 +172,7 @@ class MetricsServer:
             return await asyncio.wrap_future(running)
 
     def close(self) -> None:
-        """Stop listening; waits for the thread. May be called twice."""
+        """Stop listening, and wait for the thread to end. May be called twice."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
@@ -207,7 +209,7 @@ class MetricsServer:
             task = self._loop.create_task(self._serve(sock, str(peer[0])))
             self._admission.came(task, network_of(str(peer[0])), self._loop.time())
             task.add_done_callback(self._admission.left)
-            await asyncio.sleep(0)  # let it begin: a task that never did would not close its socket
+            await asyncio.sleep(0)  # let the task begin: otherwise it would not close its socket
             for older, _, _ in self._admission.makes_way(self._loop.time()):
                 older.cancel()
 
@@ -230,7 +232,7 @@ class MetricsServer:
                 status, answer = refused.status, Answer("text/plain; charset=utf-8", why)
             await _send(writer, status, answer)
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            # It is gone, says nothing, takes nothing, or speaks something else.
+            # The peer is gone, sends or receives nothing, or does not speak HTTP.
             if writer is not None:
                 writer.transport.abort()
         except ConfigError as error:
@@ -242,7 +244,7 @@ class MetricsServer:
                 writer.close()
 
     def _check(self, head: bytes, writer: asyncio.StreamWriter, peer: str) -> Respond:
-        """Check who asks, then for what. Return what answers.
+        """Check the caller, then the request. Return the function that answers.
 
         Raises:  RefusedError.
         """
@@ -299,7 +301,7 @@ class MetricsServer:
         return [reading for read in self._reads for reading in read()]
 
     def _tls(self) -> ssl.SSLContext | None:
-        """The context with the certificates as they are now; None without TLS."""
+        """Return the TLS context with the current certificates; None without TLS."""
         tls = self._security.tls
         if tls is None:
             return None
@@ -322,7 +324,7 @@ def _context(tls: Certificates) -> ssl.SSLContext:
 
 
 def _password(basic: str) -> str:
-    """Return the password that a browser sends, in which its user has typed the token."""
+    """Return the password of a browser: the user types the token as the password."""
     try:
         text = base64.b64decode(basic.removeprefix(_BASIC), validate=True).decode()
     except (binascii.Error, UnicodeDecodeError):
@@ -331,7 +333,7 @@ def _password(basic: str) -> str:
 
 
 async def _send(writer: asyncio.StreamWriter, status: HTTPStatus, answer: Answer) -> None:
-    """Send an answer. A peer that takes nothing for `_REQUEST_S` is hung up on."""
+    """Send an answer.   Raises:  TimeoutError: the peer has received nothing for `_REQUEST_S`."""
     writer.write(_head(status, answer))
     if isinstance(answer.body, bytes):
         writer.write(answer.body)
@@ -356,19 +358,19 @@ def _head(status: HTTPStatus, answer: Answer) -> bytes:
     if isinstance(answer.body, bytes):
         lines.append(f"Content-Length: {len(answer.body)}")
     if status is HTTPStatus.UNAUTHORIZED:
-        # The second one makes a browser ask its user.
+        # The second line makes a browser ask its user for a password.
         lines += ["WWW-Authenticate: Bearer", 'WWW-Authenticate: Basic realm="dataplane token"']
     return "\r\n".join([*lines, "", ""]).encode()
 
 
 class _Families(Collector):
-    """The readings of one scrape as prometheus_client has them."""
+    """The readings of one scrape, in the form of prometheus_client."""
 
     def __init__(self, readings: Sequence[Reading]) -> None:
         self._readings = readings
 
     def collect(self) -> Iterable[Metric]:
-        """Called by prometheus_client."""
+        """Yield the metrics; prometheus_client calls this."""
         for metric, readings in by_metric(self._readings).items():
             name, about, labels = metric.name, metric.help, metric.labels
             if metric.kind is Kind.HISTOGRAM:

@@ -1,10 +1,10 @@
 """The table of all metrics, from which the exposition, docs/metrics.md, the dashboard and the alert
 rules are made. Names, types and labels are an interface: other people's dashboards use them.
 
-Units are those of Prometheus: seconds, bytes, and shares of 1. No label is without a bound: `job`
-and `rank` are those that this node serves now, and disappear with them; `stage`, `source`, `kind`,
-`holder`, `error`, `event` and `state` come from our code; `store` has at most 64 values and
-"others"; `dataset` is a source of the mixture of a job.
+Units are those of Prometheus: seconds, bytes, and shares of 1. The values of every label are
+bounded: `job` and `rank` are served by this node now, and disappear when they leave; `stage`,
+`source`, `kind`, `holder`, `error`, `event` and `state` come from our code; `store` has at most 64
+values and "others"; `dataset` is a source of the mixture of a job.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataplane.base.meters import Durations
 
 
 class Kind(enum.Enum):
-    """The types of Prometheus that are used."""
+    """The Prometheus types in use."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -41,7 +41,7 @@ class Group(enum.Enum):
 
 
 class Metric(Struct, frozen=True):
-    """One metric. `unit` is "" for a number of things."""
+    """One metric. `unit` is "" for counts."""
 
     name: str
     kind: Kind
@@ -52,8 +52,8 @@ class Metric(Struct, frozen=True):
 
 
 class Reading(NamedTuple):
-    """The present value of a metric, for these values of its labels. What takes a while is called
-    by the thread that answers a scrape.
+    """The present value of a metric, for these values of its labels. A value that takes a while to
+    read is a function, which the thread that answers a scrape calls.
     """
 
     name: str
@@ -214,7 +214,7 @@ BY_NAME: Mapping[str, Metric] = {metric.name: metric for metric in METRICS}
 
 
 def by_metric(readings: Iterable[Reading]) -> dict[Metric, list[Reading]]:
-    """Sort readings by metric, in the order of the table; those without readings are left out."""
+    """Sort readings by metric, in the order of the table. Leave out metrics without readings."""
     sorted_by = {metric.name: list[Reading]() for metric in METRICS}
     for reading in readings:
         sorted_by[reading.name].append(reading)

@@ -1,13 +1,14 @@
-"""The asking side of data connections: reads bytes of a neighbour's block, or a slab that it makes,
-straight into memory.
+"""The asking side of data connections: reads bytes of a neighbour's block, or a slab that the
+neighbour makes, straight into memory.
 
 Invariants:
-1. A connection is used again only after a whole answer was read from it, and by the same node, job
-   and generation. One that nobody uses is closed when the next one is opened.
+1. A connection is used again only after a whole answer was read from it, and only for the same
+   node, job and generation. A connection that was idle for `_IDLE_S` is closed when a new one is
+   opened.
 2. Every wait has a deadline: connecting and the handshake together, the answer, and the payload,
-   which has a lowest rate.
-3. `into` is filled with bytes whose checksum is that of the answer, or the call fails. No more than
-   it has room for is received, whatever the answer says.
+   which must arrive at a minimum rate.
+3. Either the memory is filled with bytes that have the checksum of the answer, or the call fails.
+   No more bytes are received than the memory has room for, whatever the answer says.
 """
 
 from __future__ import annotations
@@ -39,30 +40,30 @@ from dataplane.rpc.lending import NO_DATASET, Request
 
 _IDLE_S = 30.0
 _IDLE_MAX = 16
-"""Connections with one neighbour that wait."""
+"""The maximum number of idle connections with one neighbour."""
 _ANSWER_S = 10.0
-"""The neighbour may have to read the block first."""
+"""How long to wait for an answer: the neighbour may have to read the block first."""
 _SLAB_ANSWER_S = 30.0
-"""The maker may have to read blocks, and has other slabs to make."""
+"""How long to wait for a slab: the maker may have to read blocks, and has other slabs to make."""
 OPENINGS_MAX = 4
-"""Connections with one address that a process opens at the same time. A lender closes those of a
-host that has many without a proof, 32, since it cannot know yet who asks.
+"""How many connections with one address a process opens at the same time. A lender closes
+connections of a host with more than 32 connections that have not sent a proof yet.
 """
 
 _Key = tuple[str, str, int, str, str]
 _Peer = Neighbour | SlabMaker
 Hold = Callable[[socket.socket], None]
-"""Called with the socket before anything is asked for over it. May raise."""
+"""Called with the socket before a request is sent over it. May raise."""
 Claim = Callable[[], None]
-"""Called when all bytes have arrived. May raise: then they do not count."""
+"""Called when all bytes have arrived. May raise: then the call fails and the bytes are not used."""
 _Parts = Callable[[Answer], Sequence[memoryview]]
 """The memory for a payload, part by part. May raise."""
 Place = Callable[[int], memoryview]
-"""Called with the length of the slab, as soon as that is known: the memory for it. May raise."""
+"""Called with the length of a slab as soon as it is known; returns the slab's memory. May raise."""
 
 
 class Openings:
-    """The openings of one process. Thread-safe."""
+    """The connections that one process is opening. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -70,9 +71,10 @@ class Openings:
 
     @contextlib.contextmanager
     def turn(self, address: str) -> Iterator[None]:
-        """Wait until a connection with this address may be opened, which is done within the block.
+        """Wait until a connection with this address may be opened. Open the connection within the
+        block.
 
-        Raises:  TimeoutError: the others do not end.
+        Raises:  TimeoutError: too many other connections are still being opened.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._of[address] < OPENINGS_MAX, HANDSHAKE_S):
@@ -89,8 +91,8 @@ class Openings:
 
 
 class SlabAsk(Struct, frozen=True):
-    """Encoded MakeSlabs, without and with what it takes to open the job (b"" if there is none), and
-    the room for the slab in bytes.
+    """An encoded MakeSlab, the same MakeSlab with what a maker needs to open the job (b"" if
+    unknown), and the room for the slab in bytes.
     """
 
     request: bytes
@@ -98,13 +100,15 @@ class SlabAsk(Struct, frozen=True):
     room: int
 
     def requests(self) -> list[Request]:
-        """Return the requests to send, the second one to a maker that does not know the job."""
+        """Return the requests to send: first without, and if the maker does not know the job, with
+        what it needs to open the job.
+        """
         slab = Request(0, NO_DATASET, 0, 0, self.room, BlockForm.SLAB)
         return [replace(slab, slab=body) for body in (self.request, self.opening) if body]
 
 
 class _Line(Struct, eq=False):
-    """A connection with this place."""
+    """A connection with the address `place`."""
 
     sock: socket.socket
     place: tuple[str, int]
@@ -113,12 +117,13 @@ class _Line(Struct, eq=False):
     received_bytes: int = 0
     is_new: bool = True
     is_whole: bool = False
-    """Whether nothing of an answer is still to come."""
+    """Whether the last answer was read completely, so that the connection can be used again."""
     is_stale: bool = False
 
     def ask(self, requests: Sequence[Request], deadline: float) -> Answer | None:
-        """Return the answer to the first request, or to the next one if that is UNKNOWN; None if
-        the neighbour has closed the idle connection meanwhile, as it may at any moment.
+        """Return the answer to the first request, or to the next request if the answer is UNKNOWN.
+        Return None if the neighbour has closed the connection while it was idle, which may happen
+        at any moment.
 
         Raises:  OSError, WrongFrameError.  ConfigError: the request is too long to be sent.
         """
@@ -146,7 +151,7 @@ class _Line(Struct, eq=False):
 
 
 class Lines:
-    """Connections with neighbours, inside of TLS if that is given, which are used again.
+    """Connections with neighbours, which are used again. They use TLS if `tls` is given.
     Thread-safe.
     """
 
@@ -161,11 +166,12 @@ class Lines:
     def read(
         self, neighbour: Neighbour, into: Sequence[memoryview], hold: Hold, claim: Claim
     ) -> Answer:
-        """Request as many bytes as `into` has, and fill it if they are sent: part of a block, or
-        consecutive whole blocks of these lengths, starting with that of `neighbour`. Then the
-        answer says of each whether it was sent. If not all bytes have come, nothing is claimed.
+        """Request bytes, and fill `into` if they are sent. One part: bytes of the block of
+        `neighbour`. Several parts: consecutive whole blocks of the lengths of the parts, starting
+        with the block of `neighbour`; `ends` of the answer says which blocks were sent. `claim` is
+        called only if all bytes have arrived.
 
-        Raises:  NeighbourGone.  What `hold` and `claim` raise.
+        Raises:  NeighbourGone, and what `hold` and `claim` raise.
         """
         length, count = sum(map(len, into)), len(into)
 
@@ -185,9 +191,10 @@ class Lines:
     def read_slab(
         self, maker: SlabMaker, ask: SlabAsk, place: Place, hold: Hold, claim: Claim
     ) -> Answer:
-        """Request a slab, and fill the memory of `place` if it is sent; its note is in the answer.
+        """Request a slab, and read it into the memory of `place` if it is sent. The slab's note is
+        in the answer.
 
-        Raises:  NeighbourGone.  What `place`, `hold` and `claim` raise.
+        Raises:  NeighbourGone, and what `place`, `hold` and `claim` raise.
         """
 
         def parts(answer: Answer) -> Sequence[memoryview]:
@@ -196,7 +203,7 @@ class Lines:
         return self._use(maker, ask.requests(), _SLAB_ANSWER_S, parts, hold, claim)
 
     def cut_off(self, address: str) -> None:
-        """End all requests to this address; the calls fail."""
+        """Close all connections with this address; the calls that use them fail."""
         with self._lock:
             busy = [*self._busy.get(address, ())]
             idle = [key for key in self._idle if key[0] == address]
@@ -220,9 +227,10 @@ class Lines:
         hold: Hold,
         claim: Claim,
     ) -> Answer:
-        """Send the first request, and the next one if the answer is UNKNOWN; receive the payload.
+        """Send the first request, and the next request if the answer is UNKNOWN; then receive the
+        payload.
 
-        Raises:  NeighbourGone.  What `parts`, `hold` and `claim` raise.
+        Raises:  NeighbourGone, and what `parts`, `hold` and `claim` raise.
         """
         deadline = time.monotonic() + answer_s
         try:
@@ -252,7 +260,8 @@ class Lines:
 
     @contextlib.contextmanager
     def _held(self, peer: _Peer, hold: Hold) -> Iterator[_Line]:
-        """Open a connection or take an idle one, which is used again if `is_whole` then.
+        """Open a connection, or take an idle one. After the block the connection is used again if
+        it `is_whole`.
 
         Raises:  OSError, WrongFrameError, ConfigError, and what `hold` raises.
         """
@@ -289,11 +298,11 @@ class Lines:
         return line, True
 
     def _drop_old(self) -> None:
-        """Close those that nobody has used for long: also of generations that are over."""
+        """Close connections that were idle for `_IDLE_S`, including those of former generations."""
         oldest = time.monotonic() - _IDLE_S
         for key, waiting in [*self._idle.items()]:
             kept = [line for line in waiting if line.idle_since > oldest]
-            for line in waiting[: len(waiting) - len(kept)]:  # in the order of their last use
+            for line in waiting[: len(waiting) - len(kept)]:  # `waiting` is sorted by last use
                 line.sock.close()
             if kept:
                 self._idle[key] = kept
@@ -301,7 +310,7 @@ class Lines:
                 del self._idle[key]
 
     def _drop_idle(self, peer: _Peer) -> None:
-        """Close idle connections to a neighbour, since one of them was dead."""
+        """Close the idle connections to a neighbour, after one of them was found dead."""
         with self._lock:
             for line in self._idle.pop(_key(peer), ()):
                 line.sock.close()
@@ -333,9 +342,10 @@ def _key(peer: _Peer) -> _Key:
 
 
 def _address(peer: _Peer) -> TcpAddress:
-    """Return where a neighbour listens: an IP address, as the coordinator hands on no names.
+    """Return the address at which a neighbour listens: an IP address, since the coordinator passes
+    on no host names.
 
-    Raises:  ConfigError: it is another address.
+    Raises:  ConfigError: the address is not the IP address and port of a node.
     """
     check_data_address(peer.address)
     address = parse(peer.address)
@@ -344,7 +354,10 @@ def _address(peer: _Peer) -> TcpAddress:
 
 
 def _open(line: _Line, peer: _Peer, tls: LineTls | None) -> None:
-    """Connect, until both sides have shown the key.   Raises:  OSError, WrongFrameError."""
+    """Connect, and make the handshake, in which both sides prove that they have the key.
+
+    Raises:  OSError, WrongFrameError.
+    """
     sock, deadline = line.sock, time.monotonic() + handshake.HANDSHAKE_S
     sock.settimeout(handshake.HANDSHAKE_S)
     sock.connect(line.place)
@@ -371,10 +384,11 @@ def _open(line: _Line, peer: _Peer, tls: LineTls | None) -> None:
 
 def _shut(sock: socket.socket) -> None:
     try:
-        # Not the method of a TLS socket, which is not meant for another thread.
+        # Call the method of the plain socket: the method of a TLS socket must not be called from
+        # another thread.
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
     except OSError:
-        return  # it is closed already
+        return  # the socket is already closed
 
 
 def _gone(peer: _Peer, why: str) -> NeighbourGone:

@@ -16,17 +16,18 @@ from dataplane.rpc.lending import Asked, Request
 
 
 class LoanStage(enum.Enum):
-    """The next thing that happens on a connection.
+    """The next event that is expected on a connection.
 
-    TLS               the asker is to make the handshake of TLS
-    OPENING, PROOF    the asker is to send this part of the handshake
-    READY             the asker may send a request
-    BODY              the asker is to send the rest of a large request
-    WAITING           the request waits for its turn
-    ASKED             the node is to answer
-    TURN              the slab that the node has given waits for its turn
-    SENDING, RECEIPT  the payload leaves; the asker is to confirm it
-    CLOSED            nothing
+    TLS             the asker continues the TLS handshake
+    OPENING, PROOF  the asker sends this part of the handshake
+    READY           the asker may send a request
+    BODY            the asker sends the rest of a large request
+    WAITING         the request gets its turn
+    ASKED           the node answers
+    TURN            the slab that the node has given gets its turn
+    SENDING         the lender sends the payload
+    RECEIPT         the asker confirms the payload
+    CLOSED          nothing
     """
 
     TLS = "TLS"
@@ -58,29 +59,31 @@ class Connection(Struct, eq=False):
     """A connection with a neighbour, or with a host that has not shown yet that it is one."""
 
     fd: int
-    """The socket's, also after that was closed."""
+    """The descriptor of the socket, kept after the socket was closed."""
     sock: socket.socket
     host: str
     peer: str
     deadline: float
     stage: LoanStage = LoanStage.OPENING
     looked_at: float = math.inf
-    """When the lender looks at the deadline, at the latest."""
+    """When the lender checks the deadline, at the latest."""
     received: bytearray = field(default_factory=bytearray)
     frame: bytes = b""
     """The opening as it was received."""
     opening: Opening | None = None
     nonce: bytes = b""
     only_under: tuple[str, ...] = ()
-    """The only prefixes that are lent for the key that the connection was opened with."""
+    """The url prefixes that may be lent for the key with which the connection was opened."""
     request: Request | None = None
     number: int = 0
-    """Number of the request, between lender and node; 0 if the node does not know of one."""
+    """The number of the request between lender and node; 0 if the node has no request of this
+    connection.
+    """
     body_bytes: int = 0
-    """Bytes that count for a large request, while it arrives."""
+    """The bytes reserved for a large request, while it arrives."""
     sending: SentPayload | None = None
     bytes_in_flight: int = 0
-    """Bytes that count for this request; 0 until it had its turn."""
+    """The bytes that count as in flight for this request; 0 until its turn."""
 
     def receive(self) -> bool:
         """Append received bytes to `received`; return False if the connection is gone.
@@ -91,7 +94,9 @@ class Connection(Struct, eq=False):
         try:
             received = self.sock.recv(count)
             if isinstance(self.sock, ssl.SSLSocket) and (left := self.sock.pending()):
-                received += self.sock.recv(left)  # of the same record: no epoll reports it
+                # Read the rest of the TLS record now: epoll does not report bytes that the TLS
+                # socket has already decrypted.
+                received += self.sock.recv(left)
         except ssl.SSLWantReadError:
             raise BlockingIOError from None
         except BlockingIOError:
@@ -102,7 +107,9 @@ class Connection(Struct, eq=False):
         return bool(received)
 
     def say(self, frame: bytes) -> bool:
-        """Send a small frame, for which an idle socket has room; False if it had none."""
+        """Send a small frame, for which an idle socket has room. Return False if it could not be
+        sent.
+        """
         try:
             return self.sock.send(frame) == len(frame)
         except OSError:
@@ -120,9 +127,9 @@ class Connection(Struct, eq=False):
         return ""
 
     def frame_bytes(self) -> int:
-        """Return the length of the frame that arrives; 0 while that is not known.
+        """Return the length of the arriving frame; 0 while the length is unknown.
 
-        Raises:  WrongFrameError: it is none, or not one that the stage expects.
+        Raises:  WrongFrameError: the bytes are not a frame, or the stage does not expect the frame.
         """
         if self.stage is LoanStage.OPENING:
             handshake.check_plain(self.received)
@@ -131,7 +138,7 @@ class Connection(Struct, eq=False):
         return wire.frame_bytes(self.received, _FRAME_BYTES_MAX[self.stage])
 
     def next_frame(self) -> bytes:
-        """Take the next frame off the received bytes; b"" if it is not complete.
+        """Take the next frame off the received bytes. Return b"" if the frame is incomplete.
 
         Raises:  WrongFrameError.
         """
@@ -151,12 +158,12 @@ class Connection(Struct, eq=False):
 
     @property
     def block_count(self) -> int:
-        """The number of requested blocks: each has a number, from `number` on."""
+        """The number of requested blocks. The blocks are numbered from `number` on."""
         return 1 if self.request is None else self.request.count
 
     @property
     def about(self) -> dict[str, str]:
-        """Describe the neighbour for the log."""
+        """The neighbour, for the log."""
         about = {"peer": self.peer}
         if self.opening is not None:
             about |= {"node": _short(self.node_id), "job": _short(self.opening.job_id)}
@@ -164,7 +171,7 @@ class Connection(Struct, eq=False):
 
     @property
     def node_id(self) -> str:
-        """The id of the neighbour, according to itself."""
+        """The id of the neighbour, as the neighbour gave it."""
         return self.opening.asker_id if self.opening is not None else ""
 
 

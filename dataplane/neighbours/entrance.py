@@ -1,4 +1,4 @@
-"""The entrance of a lender: accepts its connections, and makes its part of the handshake."""
+"""The entrance of a lender: accepts connections, and makes the lender's part of the handshake."""
 
 from __future__ import annotations
 
@@ -24,15 +24,17 @@ trace = Trace("security")
 
 _ACCEPTED_A_TURN = 64
 _HANDSHAKES_A_TURN = 16
-"""Steps of TLS handshakes: each may take half a millisecond, and payloads wait meanwhile."""
+"""The maximum number of steps of TLS handshakes in a turn: each step may take half a millisecond,
+during which payloads wait.
+"""
 _PAUSE_S = 0.2
-"""Without accepting, after the process ran out of descriptors."""
+"""How long to accept no connections after the process ran out of descriptors."""
 _LEFT_MAX = 256
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
 class Entrance:
-    """One listening socket, which an epoll reports."""
+    """One listening socket, whose events an epoll reports."""
 
     def __init__(
         self,
@@ -51,30 +53,30 @@ class Entrance:
         epoll.register(listener.fileno(), select.EPOLLIN)
 
     def fileno(self) -> int:
-        """The descriptor of the listening socket."""
+        """Return the descriptor of the listening socket."""
         return self._listener.fileno()
 
     @property
     def open_at(self) -> float | None:
-        """When to call `resume`, if connections are not accepted now."""
+        """When to call `resume`; None if connections are accepted now."""
         return self._open_at or None
 
     def resume(self, now: float) -> None:
-        """A turn is over: accept connections again, if it is time to."""
+        """Begin the next turn, and accept connections again if the pause is over."""
         self._handshakes_left = _HANDSHAKES_A_TURN
         if self._open_at and now >= self._open_at:
             self._open_at = 0.0
             self._epoll.register(self._listener.fileno(), select.EPOLLIN)
 
     def accept(self) -> Iterator[Connection]:
-        """Yield some of the waiting connections. Their sockets are closed with a reset."""
+        """Yield some of the waiting connections. Closing one of their sockets sends a reset."""
         for _ in range(_ACCEPTED_A_TURN):
             try:
                 sock, address = self._listener.accept()
             except BlockingIOError:
                 return
             except ConnectionError:
-                continue  # it is gone already
+                continue  # the connection is already gone
             except OSError as error:
                 trace.failed("no data connections accepted", why=error.strerror)
                 self._epoll.unregister(self._listener.fileno())
@@ -89,17 +91,20 @@ class Entrance:
             yield Connection(sock.fileno(), sock, host, f"{host}:{port}", deadline, stage)
 
     def secure(self, connection: Connection) -> None:
-        """Continue with the handshake of TLS, after which the connection is in the stage OPENING.
-        If there were many in this turn, the epoll reports it again.
+        """Continue the TLS handshake of a connection, which enters the stage OPENING at its end. If
+        this turn has had too many steps of handshakes, do nothing: the epoll reports the connection
+        again.
 
-        Raises:  WrongFrameError: it is refused.  OSError: it is gone, and has sent nothing.
+        Raises:  WrongFrameError: the connection is refused.  OSError: the connection is gone, and
+        has sent nothing.
         """
         if not self._handshakes_left:
             return
         self._handshakes_left -= 1
         try:
             self._continue(connection)
-        except (BlockingIOError, ssl.SSLWantReadError):  # also an event of an older descriptor
+        # BlockingIOError: the event belonged to a closed connection with the same descriptor.
+        except (BlockingIOError, ssl.SSLWantReadError):
             self._epoll.modify(connection.fd, select.EPOLLIN)
         except ssl.SSLWantWriteError:
             self._epoll.modify(connection.fd, select.EPOLLOUT)
@@ -129,8 +134,8 @@ class Entrance:
 
 
 def refused(connection: Connection, why: str, *, is_late: bool = False) -> None:
-    """Write a line about a refused connection. `is_late`: it is of a job that this node has just
-    left, and no attack.
+    """Log a refused connection. `is_late`: the connection is for a job that this node has just
+    left, and is not an attack.
     """
     what, facts = "data connection refused", {**connection.about, "why": why}
     if is_late:
@@ -140,7 +145,7 @@ def refused(connection: Connection, why: str, *, is_late: bool = False) -> None:
 
 
 class LeftJobError(WrongFrameError):
-    """A neighbour does not know yet that a job has left this node."""
+    """A connection is for a job that has left this node; the neighbour may not know that yet."""
 
 
 class Keys:
@@ -150,10 +155,10 @@ class Keys:
         self._node_id = node_id
         self._keys: dict[str, LendingKeys] = {}
         self._left: dict[str, int] = {}
-        """The generations of jobs that have left, the latest at the end."""
+        """The generations of jobs that have left this node, the most recent at the end."""
 
     def learn(self, key: LendingKeys) -> None:
-        """Replace the job's key; b"" removes it."""
+        """Replace the key of a job. A key of b"" means that the job has left this node."""
         if key.key:
             self._keys[key.job_id] = key
         elif (former := self._keys.pop(key.job_id, None)) is not None:
@@ -163,7 +168,7 @@ class Keys:
                 del self._left[next(iter(self._left))]
 
     def are_of(self, opening: handshake.Opening) -> bool:
-        """Whether the opening's generation is the job's newest."""
+        """Return whether the opening's generation is the newest of its job."""
         key = self._keys.get(opening.job_id)
         return key is not None and key.generation == opening.generation
 
@@ -175,7 +180,7 @@ class Keys:
         return handshake.pack_challenge(self._key(opening).key, frame, connection.nonce)
 
     def check(self, connection: Connection, frame: bytes) -> None:
-        """Let the connection in.   Raises:  WrongFrameError: the proof is wrong."""
+        """Check the proof of a connection.   Raises:  WrongFrameError: the proof is wrong."""
         assert connection.opening is not None
         key = self._key(connection.opening)
         handshake.check_proof(key.key, connection.frame, connection.nonce, frame)

@@ -1,15 +1,14 @@
-"""How a data connection is opened: both sides show that they have the key of the job's generation,
-which neither sends. Pure.
+"""The handshake of a data connection: both sides prove that they have the key of the job's
+generation, without sending the key. Pure.
 
-    asker   Opening    who asks whom, for which job and generation, and a nonce
+    asker   Opening    the ids of asker and lender, the job and its generation, and a nonce
     lender  Challenge  a nonce, and HMAC-SHA256(key, "lender", all of the opening, nonce)
     asker   Proof      HMAC-SHA256(key, "asker", all of the opening, nonce)
 
-Each proof covers both nonces, so a recorded one is worth nothing, and the role, so a proof cannot
-be sent back to the side that made it. A key is only as old as its generation.
+Each proof covers both nonces, so a recorded proof is worthless, and the role, so a proof cannot be
+sent back to the side that made it. Each generation has a new key.
 
-What is sent later is not signed: against somebody who can change packets on the way, the network
-must be trusted, or the connection be inside of TLS (line_tls.py).
+Later messages are not signed. If somebody could change packets on the way, use TLS (line_tls.py).
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from dataplane.rpc.codec import Message
 NONCE_BYTES = 32
 KEY_BYTES = 32
 HANDSHAKE_S = 2.0
-"""From the first byte to the last."""
+"""The maximum duration of a handshake, from its first byte to its last."""
 ONE_SIDE = "peer_tls is set on one side only"
 TLS_HELLO = 0x16
-"""The first byte of a connection with TLS."""
+"""The first byte that the asker sends on a connection with TLS."""
 TLS_ALERT = bytes.fromhex("1503030002020a")
-"""The plain-text alert of TLS about an unexpected message, from a side that expects TLS and gets
-something else, or the other way round, so that both know.
+"""The plain-text TLS alert "unexpected message". A side that expects TLS and gets other bytes, or
+the other way round, sends this alert, so that both sides can report the mismatch.
 """
 
 
@@ -67,7 +66,7 @@ def check_plain(first: bytes | bytearray) -> None:
 
 
 def unpack_opening(frame: bytes) -> Opening:
-    """Raises:  WrongFrameError."""
+    """Return the opening of a frame.   Raises:  WrongFrameError."""
     opening = unpack(Opening, frame)
     if len(opening.nonce) != NONCE_BYTES:
         raise WrongFrameError(f"an opening with a nonce of {len(opening.nonce)} bytes")
@@ -102,6 +101,6 @@ def check_proof(key: bytes, opening: bytes, nonce: bytes, frame: bytes) -> None:
 
 
 def _proof(key: bytes, role: bytes, opening: bytes, nonce: bytes) -> bytes:
-    # Unambiguous: the opening begins with its length, the nonce's is fixed, and no role begins
-    # another.
+    # The parts may be joined without separators: the opening begins with its length, a nonce has a
+    # fixed length, and no role is a prefix of another role.
     return hmac.digest(key, role + b"\0" + opening + nonce, hashlib.sha256)

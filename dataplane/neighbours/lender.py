@@ -1,18 +1,20 @@
-"""The lender: a process that sends blocks of a node's arena, and slabs that the node has made for
-them, to the neighbours of its jobs.
+"""The lender: a process that sends a node's blocks to the neighbours of its jobs, and slabs that
+the node has made for them.
 
-One thread and no wait: thousands of neighbours may hold a connection, and those that stop reading
-hold nobody else. What the node has to decide is asked over its socket.
+The lender has one thread, which never waits for a neighbour: thousands of neighbours may have a
+connection, and a neighbour that stops reading delays no other neighbour. The node makes all
+decisions about blocks and slabs; the lender asks it over a socket.
 
 Invariants:
-1. Nothing of a connection is parsed before its handshake but the handshake. All of that ends within
-   `handshake_s`, and every connection that is refused is one line of the log.
-2. Every number that the node was asked for and has given a region is told to be over once: when the
-   neighbour's receipt has come, or after the connection was closed. A connection is closed with a
-   reset, so that the kernel drops what it has not sent.
-3. A stage of a connection that takes longer than its deadline ends with the connection.
-4. Keys are kept in memory alone, and only the newest one of each job.
-5. It exits when the node's socket closes.
+1. Before the handshake of a connection has ended, nothing but the handshake is parsed. A handshake
+   ends within `handshake_s`, and each refused connection is one line of the log.
+2. For every Give of the node, the lender sends exactly one Given: when the neighbour's receipt has
+   come, or after the connection was closed. A connection is closed with a reset, so that the kernel
+   drops bytes that it has not sent.
+3. If a stage of a connection takes longer than its deadline, the connection is closed, or its
+   request is refused.
+4. Keys are kept only in memory, and only the newest key of each job.
+5. The lender exits when the node's socket closes.
 6. Bodies of requests for slabs take no more memory than the limits allow.
 """
 
@@ -51,7 +53,7 @@ _Turn = tuple[Connection, lending.Request, int]
 _Answered = lending.Give | lending.GiveDecodedOnly | lending.Refuse
 
 
-# Send messages from a lender to its node, without waiting for it.
+# Messages from a lender to its node, which are sent without waiting for the node.
 
 
 class NodeLink:
@@ -67,11 +69,12 @@ class NodeLink:
         epoll.register(sock.fileno(), select.EPOLLIN)
 
     def tell(self, body: lending.FromLenderBody) -> None:
-        """Send this with the next `flush`."""
+        """Send this message with the next `flush`."""
         self._unsent.append(body)
 
     def flush(self) -> None:
-        """Send what the socket has room for; the epoll reports when there is more.
+        """Send as many messages as the socket has room for. The epoll reports when there is room
+        for more.
 
         Raises:  PeerLost.
         """
@@ -90,8 +93,10 @@ class NodeLink:
 
 
 class Lender:
-    """Serves one listening socket. `sock` is the connection with the node, `arena_fd` its block
-    arena, which then belongs to the lender.   Raises:  ClosedError: it is no arena.
+    """Serve one listening socket. `sock` is the connection with the node. `arena_fd` is the node's
+    block arena, a descriptor that the lender owns from now on.
+
+    Raises:  ClosedError: `arena_fd` is not an arena.
     """
 
     def __init__(
@@ -113,7 +118,7 @@ class Lender:
         self._connections: dict[int, Connection] = {}
         self._admission: Admission[Connection] = Admission(limits.admission)
         self._due: list[tuple[float, int, Connection]] = []
-        """A heap: a connection's deadline is looked at when its time has come, and not before."""
+        """A heap of the times at which the deadlines of connections are checked."""
         self._order = itertools.count()
         self._in_flight: InFlight[_Turn] = InFlight(block_arena.size_bytes)
         self._asked: dict[int, Connection | None] = {}
@@ -130,7 +135,7 @@ class Lender:
             self.turn(self._wait_s())
 
     def turn(self, wait_s: float | None) -> None:
-        """Handle pending events, after waiting for them at most this long.   Raises:  PeerLost."""
+        """Wait for events for at most `wait_s`, and handle them.   Raises:  PeerLost."""
         for fd, event in self._epoll.poll(wait_s):
             if fd == self._sock.fileno():
                 if event & ~select.EPOLLOUT:
@@ -149,7 +154,7 @@ class Lender:
         entrance.trace.tell_suppressed()
 
     def close(self) -> None:
-        """Close all connections; the node's own is the caller's."""
+        """Close all connections with neighbours. The caller closes the connection with the node."""
         self._epoll.close()
         for connection in self._connections.values():
             connection.sock.close()
@@ -205,7 +210,10 @@ class Lender:
             self._refuse(connection, str(error), is_late=isinstance(error, LeftJobError))
 
     def _parse(self, connection: Connection) -> bool:
-        """Act on the next frame, if all of it is there.   Raises:  WrongFrameError."""
+        """Act on the next frame, if it is complete. Return whether to call this again.
+
+        Raises:  WrongFrameError.
+        """
         if connection.stage is LoanStage.CLOSED or not connection.received:
             return False
         frame = connection.next_frame()
@@ -228,18 +236,23 @@ class Lender:
         return True
 
     def _expect(self, connection: Connection) -> None:
-        """Set the deadline of a request that has begun to arrive; a large one takes memory."""
+        """Set the deadline of a request that has begun to arrive, and reserve memory for a large
+        request.
+        """
         length = connection.frame_bytes()
         if length > wire.SMALL_BYTES_MAX:
             self._reserve(connection, length)
             connection.body_bytes, connection.stage = length, LoanStage.BODY
-        # Later bytes do not move it.
+        # Take the earlier deadline: later bytes of the request must not extend the deadline.
         due = time.monotonic() + self._limits.frame_s
         connection.deadline = min(connection.deadline, due)
         self._watch(connection)
 
     def _reserve(self, connection: Connection, length: int) -> None:
-        """Raises:  WrongFrameError: there is too little memory."""
+        """Reserve memory for the body of a request.
+
+        Raises:  WrongFrameError: there is too little memory.
+        """
         if not self._bodies.reserve(connection.node_id, length):
             raise wire.WrongFrameError("requests for slabs take too much memory")
 
@@ -250,7 +263,7 @@ class Lender:
 
     def _begin(self, connection: Connection, request: lending.Request) -> None:
         if request.slab:
-            self._reserve(connection, len(request.slab))  # until the node has read it
+            self._reserve(connection, len(request.slab))  # `NodeLink` releases this
         connection.request = request
         if request.slab:
             self._ask_node(connection)
@@ -269,7 +282,7 @@ class Lender:
             if connection.request is not request or not (
                 is_given or connection.stage is LoanStage.WAITING
             ):
-                # It was closed or refused meanwhile.
+                # The connection was closed, or the request was refused, before its turn came.
                 self._in_flight.ended(connection.node_id, length)
                 continue
             connection.bytes_in_flight = length
@@ -319,7 +332,7 @@ class Lender:
 
     def _answer(self, body: _Answered) -> None:
         connection = self._asked.pop(body.number, None)
-        if connection is None:  # nobody waits any more
+        if connection is None:  # the connection was closed while the node prepared its answer
             if isinstance(body, lending.Give):
                 self._node.tell(lending.Given(body.number))
             return
@@ -348,14 +361,14 @@ class Lender:
             return
         sending = connection.sending = SentPayload(borrowed, body, request)
         if request.form is BlockForm.SLAB:
-            connection.stage = LoanStage.TURN  # the deadline of the answer covers it
+            connection.stage = LoanStage.TURN  # the deadline of the stage ASKED still applies
             self._take_turn(connection, request, max(sending.length, 1))
             return
         self._set(connection, LoanStage.SENDING, self._limits.payload_s(request.length))
         self._checking.append(connection)
 
     def _send(self, connection: Connection) -> None:
-        """Continue with a payload, for a moment."""
+        """Send more of a payload, without waiting."""
         sending = connection.sending
         if sending is None or connection.stage is not LoanStage.SENDING:
             return
@@ -372,7 +385,7 @@ class Lender:
             self._close(connection)
             return
         if sending.is_sent:
-            connection.stage = LoanStage.RECEIPT  # its deadline covers the receipt
+            connection.stage = LoanStage.RECEIPT  # the deadline of the stage SENDING still applies
         else:
             self._checking.append(connection)
 
@@ -385,7 +398,7 @@ class Lender:
         self._end_request(connection)
 
     def _end_request(self, connection: Connection, answer: wire.Answer | None = None) -> None:
-        """End a request with this answer; the neighbour may send another one."""
+        """End a request with this answer. The neighbour may then send another request."""
         connection.request, connection.number = None, 0
         self._drop_payload(connection)
         self._set(connection, LoanStage.READY, self._limits.idle_s)
@@ -462,7 +475,7 @@ class Lender:
         self._close(connection)
 
     def _close(self, connection: Connection) -> None:
-        """Close a connection and end its request: nothing of its region is read after this."""
+        """Close a connection and end its request: its region is no longer read after this."""
         stage = connection.stage
         if stage is LoanStage.CLOSED:
             return
@@ -498,7 +511,7 @@ def run(sock: socket.socket) -> None:
 
 
 def main(descriptor: int, _memory_bytes: int) -> None:
-    """The process: its socket is an inherited descriptor."""
+    """Run the lender process, whose connection with the node is an inherited descriptor."""
     with socket.socket(fileno=descriptor) as sock:
         run(sock)
     os._exit(0)

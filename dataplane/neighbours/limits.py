@@ -1,10 +1,10 @@
 """The limits of a lender for its neighbours, and the order of their turns. Pure.
 
 Invariants of `InFlight`:
-1. The bytes in flight are at most those allowed, in all and for each neighbour; a single request
-   may be larger. Those of a block count from its request on, those of a slab once the node has sent
-   it: until then it takes nothing of the arena.
-2. The requests of one neighbour begin in the order in which they came. Neighbours take turns.
+1. The bytes in flight stay within a limit, both in all and for each neighbour; but a single request
+   may exceed it. The bytes of a block count from the beginning of its request. The bytes of a slab
+   count once the node has given the slab, which takes no room of the arena before.
+2. The requests of one neighbour begin in the order in which they arrived. Neighbours take turns.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ class Limits(Struct, frozen=True):
     admission: AdmissionRules = AdmissionRules(
         4096, silent_max=1024, silent_of_source_max=32, peer_max=512
     )
-    """Connections; they are silent until they have proved that they have a key."""
+    """Limits on connections. A connection is silent until its proof of the key has arrived."""
     body_bytes: int = 128 << 20
-    """Bytes of requests for slabs, which are in memory until the node has read them."""
+    """Bytes of the bodies of slab requests, which are in memory until the node has read them."""
     body_bytes_of_neighbour: int = 32 << 20
     handshake_s: float = HANDSHAKE_S
     frame_s: float = 2.0
-    """From the first byte of a request to the last."""
+    """The maximum time from the first byte of a request to its last."""
     idle_s: float = 60.0
     turn_s: float = 5.0
-    """How long a request waits for its turn; then it is refused."""
+    """How long a request waits for its turn before it is refused."""
     answer_s: float = 60.0
-    """How long a request waits for the node; then its connection is closed."""
+    """How long a request waits for the node before its connection is closed."""
     send_s: float = 5.0
-    """For a payload and its receipt, and a second more for every `slowest_bytes` of it."""
+    """The time for a payload and its receipt, plus a second per `slowest_bytes` of payload."""
     slowest_bytes: int = 8 << 20
 
     def payload_s(self, length: int) -> float:
-        """How long a neighbour may take to receive a payload of this length."""
+        """Return how long a neighbour may take to receive a payload of this length."""
         return self.send_s + length / self.slowest_bytes
 
 
@@ -59,7 +59,7 @@ class BodyBytes:
         self._bytes_of: dict[str, int] = {}
 
     def reserve(self, node_id: str, length: int) -> bool:
-        """Whether this neighbour may send this many bytes; they then count until `release`."""
+        """Reserve bytes for a neighbour until `release`. Return False if a limit forbids it."""
         used = self._bytes_of.get(node_id, 0)
         if self._bytes + length > self._limits.body_bytes:
             return False
@@ -97,14 +97,14 @@ class InFlight(Generic[T]):
         self._take_turn(node_id)
 
     def next(self) -> T | None:
-        """The next request that begins now, if one may."""
+        """Return the next request, and count its bytes; None if no request may begin now."""
         while self._turns:
             node_id = self._turns[0]
             waiting = self._waiting[node_id]
             length, request = waiting[0]
             used = self._bytes_of.get(node_id, 0)
             if used and used + length > self._neighbour_bytes_max:
-                self._leave_turn()  # until one of its requests ends
+                self._leave_turn()  # the neighbour returns when one of its requests ends
                 continue
             if self._bytes and self._bytes + length > self._bytes_max:
                 return None
@@ -120,7 +120,7 @@ class InFlight(Generic[T]):
         return None
 
     def ended(self, node_id: str, length: int) -> None:
-        """Note the end of a request that had begun."""
+        """Note that a request has ended, which `next` had returned."""
         self._bytes -= length
         self._bytes_of[node_id] -= length
         if not self._bytes_of[node_id]:

@@ -1,10 +1,12 @@
-"""TLS of data connections (the setting `peer_tls`), around the handshake of handshake.py and all
-that follows.
+"""TLS for data connections (the setting `peer_tls`), around the handshake of handshake.py and all
+later messages.
 
-It proves that both sides have a certificate of the CA and, with `peers`, of one of these URIs; the
-handshake inside proves which node it is. So no name of a host is compared.
+TLS proves that both sides have a certificate of the CA and, with `peers`, that the certificate is
+for one of these URIs. The handshake inside proves the identity of the node, so host names are not
+checked.
 
-The files are those of the calls to the coordinator, and are looked at again for each connection.
+The certificate files are the same as for calls to the coordinator, and are checked for changes at
+each new connection.
 """
 
 from __future__ import annotations
@@ -23,11 +25,13 @@ from dataplane.neighbours.wire import WrongFrameError
 from dataplane.security.tls import Certificates, Pems, TlsFiles, is_any_of, load_cert_chain
 
 LINE_BYTES_MAX = 256 << 30
-"""Bytes that one connection may carry. An AES-GCM key of TLS is good for more (RFC 8446, 5.5)."""
+"""The most bytes that one connection may carry. This is less than the limit of TLS for an AES-GCM
+key (RFC 8446, 5.5).
+"""
 
 
 class _Contexts(Struct, frozen=True):
-    """The contexts made of one version of the files."""
+    """The TLS contexts for one version of the files."""
 
     version: int
     lender: ssl.SSLContext
@@ -35,7 +39,7 @@ class _Contexts(Struct, frozen=True):
 
 
 class LineTls:
-    """The certificates of one process. Thread-safe."""
+    """The TLS contexts of one process, which follow changes of the files. Thread-safe."""
 
     def __init__(self, tls: PeerTls) -> None:
         self._files = TlsFiles(tls.cert, tls.key, tls.ca)
@@ -45,24 +49,25 @@ class LineTls:
         self._contexts: _Contexts | None = None
 
     def of_lender(self, sock: socket.socket) -> ssl.SSLSocket:
-        """Wrap the connection of an asker, whose handshake must still be made; `sock` must not be
-        used again.
+        """Wrap the connection of an asker. The caller makes the TLS handshake, and must not use
+        `sock` again.
 
-        Raises:  OSError: it is gone.  ConfigError: the files cannot be read.
+        Raises:  OSError: the connection is gone.  ConfigError: the files cannot be read.
         """
         context = self._current().lender
         return context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
 
     def of_asker(self, family: socket.AddressFamily) -> ssl.SSLSocket:
-        """A new socket, which is not connected.   Raises:  ConfigError: a file cannot be read."""
+        """Return a new unconnected socket.   Raises:  ConfigError: a file cannot be read."""
         context = self._current().asker
         return context.wrap_socket(socket.socket(family), do_handshake_on_connect=False)
 
     def shake_hands(self, sock: ssl.SSLSocket) -> None:
-        """Make the handshake, until the other side has shown an accepted certificate.
+        """Make the TLS handshake, and check the certificate of the other side.
 
-        Raises:  WrongFrameError: it has not.  SSLWantReadError, SSLWantWriteError: the socket does
-        not wait.  OSError: the connection broke.
+        Raises:  WrongFrameError: the handshake failed, or the certificate is refused.
+        SSLWantReadError, SSLWantWriteError: the socket is non-blocking, and not ready.  OSError:
+        the connection broke.
         """
         try:
             sock.do_handshake()
@@ -79,7 +84,7 @@ class LineTls:
                 )
 
     def _current(self) -> _Contexts:
-        """Raises:  ConfigError."""
+        """Return the contexts for the present files.   Raises:  ConfigError."""
         with self._lock:
             if self._certificates is None:
                 self._certificates = Certificates(self._files)
@@ -95,7 +100,9 @@ class LineTls:
 
 
 def why_refused(error: ssl.SSLError) -> str:
-    """Why a handshake has failed, for people. The word "alert" is the other side's."""
+    """Return why a TLS handshake failed, for people. In reasons with the word "alert", it was the
+    other side that refused.
+    """
     reason = (error.reason or "").replace("_", " ").lower()
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is refused: {error.verify_message}"
@@ -121,11 +128,11 @@ def _context(pems: Pems, kind: ssl._SSLMethod) -> ssl.SSLContext:
         context.num_tickets = 0
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
-    # As gRPC: the CA may be one that another CA has signed.
+    # Accept a CA that is itself signed by another CA, as gRPC does.
     context.verify_flags |= ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN
     try:
         load_cert_chain(context, pems.key + b"\n" + pems.cert)
         context.load_verify_locations(cadata=pems.ca.decode("ascii", "replace"))
-    except (ssl.SSLError, OSError, ValueError) as error:  # they were readable a moment ago
+    except (ssl.SSLError, OSError, ValueError) as error:  # `Certificates` could read the files
         raise ConfigError(f"the certificates cannot be used: {error}") from error
     return context

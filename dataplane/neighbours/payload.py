@@ -23,14 +23,14 @@ from dataplane.rpc import tasks
 from dataplane.rpc.lending import NO_DATASET, Give, Request
 
 _CHECK_BYTES = 4 << 20
-"""Bytes that are checked at a time: half a millisecond."""
+"""How many bytes to add to the checksum at a time, which takes half a millisecond."""
 _SEND_BYTES = 4 << 20
 _ENCRYPT_BYTES = 256 << 10
-"""Bytes that are encrypted at a time: a quarter of a millisecond."""
+"""How many bytes to encrypt at a time, which takes a quarter of a millisecond."""
 
 
 def fits(request: Request, give: Give, arena_bytes: int) -> bool:
-    """Whether this may be sent for this request, from an arena of this size."""
+    """Return whether `give` is a valid answer to this request, from an arena of this size."""
     regions = (give.region, *give.more)
     if any(region.offset + region.length > arena_bytes for region in regions):
         return False
@@ -41,14 +41,15 @@ def fits(request: Request, give: Give, arena_bytes: int) -> bool:
         return False
     length = sum(region.length for region in regions)
     if request.count > 1:
-        # The asker knows how long the blocks are that the note names.
+        # A payload without some of the blocks is shorter than requested: the asker knows the
+        # length of each block, and `ends` says which blocks are sent.
         return length <= request.length and len(give.ends) == request.count
     return not (give.note or give.more or give.ends) and length == request.length
 
 
 class SentPayload:
-    """A payload being sent: the checksum, the answer, the note, and then the payload, without
-    waiting.
+    """A payload being sent without waiting: first its checksum is computed; then the answer, with
+    the checksum and the note, and the payload are sent.
     """
 
     def __init__(self, borrowed: BorrowedArena, give: Give, request: Request) -> None:
@@ -74,11 +75,11 @@ class SentPayload:
 
     @property
     def is_sent(self) -> bool:
-        """Whether the socket has all of it."""
+        """Whether the socket has taken the whole payload."""
         return self._head is not None and not self._head and self._sent.is_over
 
     def check(self) -> None:
-        """Continue with the checksum."""
+        """Add more bytes to the checksum, and prepare the answer when it is complete."""
         left = _CHECK_BYTES
         while left and not self._checked.is_over:
             at, count = self._checked.next(left)
@@ -94,7 +95,8 @@ class SentPayload:
             )
 
     def send(self, sock: socket.socket) -> bool:
-        """Continue to send, once it is checked; False if others should have a turn.
+        """Send more bytes, once the checksum is complete. Return False if other connections should
+        have a turn.
 
         Raises:  BlockingIOError: the socket has no room.  OSError: the connection broke.
         """
@@ -116,19 +118,20 @@ class SentPayload:
         return True
 
     def _send_encrypted(self, sock: ssl.SSLSocket) -> None:
-        """Raises:  as `send`."""
+        """Encrypt and send more bytes.   Raises:  as `send`."""
         try:
             if self._head:
                 self._head = self._head[sock.send(self._head) :]
             elif not self._sent.is_over:
-                # The same bytes again if there was no room: part of them may be encrypted already.
+                # If there is no room, the next call passes the same bytes again, as TLS requires:
+                # part of them may already be encrypted.
                 self._sent.advance(sock.send(self._arena.view(*self._sent.next(_ENCRYPT_BYTES))))
         except ssl.SSLWantWriteError:
             raise BlockingIOError from None
 
 
 class _Progress:
-    """The progress through these regions, one after the other."""
+    """The progress through regions, which are read one after the other."""
 
     def __init__(self, regions: Sequence[Region]) -> None:
         self._left = [region for region in reversed(regions) if region.length]
@@ -138,7 +141,7 @@ class _Progress:
         return not self._left
 
     def next(self, most: int) -> tuple[int, int]:
-        """Return the next place in a region, and the number of bytes there, up to `most`."""
+        """Return the offset of the next bytes, and their number, at most `most`."""
         region = self._left[-1]
         return region.offset, min(region.length, most)
 

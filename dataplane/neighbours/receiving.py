@@ -1,5 +1,5 @@
-"""Send and receive on the asking side of a connection. Every call has a deadline, in seconds of the
-monotonic clock, and a payload is checked while it arrives.
+"""Sending and receiving on the asking side of a connection. Every call has a deadline, in seconds
+of the monotonic clock. The checksum of a payload is computed while the payload arrives.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from dataplane.neighbours.wire import Answer, Receipt
 
 _PAYLOAD_S = 5.0
 _SLOWEST_BYTES = 8 << 20
-"""The bytes a second at which a payload has to arrive, after the first _PAYLOAD_S."""
+"""The minimum rate of a payload after the first _PAYLOAD_S, in bytes a second."""
 _CLOSED = "it closed the connection"
 _SLICE_BYTES = 512 << 10
-"""Received at a time, so that the checksum is of bytes that are still in the processor's cache."""
+"""How many bytes to receive at a time: they should still be in the processor's cache when they are
+added to the checksum.
+"""
 
 
 class Arriving:
@@ -29,15 +31,16 @@ class Arriving:
         self._sock, self._answer, self._left = sock, answer, answer.length
         self._deadline = time.monotonic() + _PAYLOAD_S + answer.length / _SLOWEST_BYTES
         self._crc32c, self._lowest = google_crc32c.value(answer.note), 1
-        self._is_plain = not isinstance(sock, ssl.SSLSocket)  # TLS has records of 16 KiB
+        self._is_plain = not isinstance(sock, ssl.SSLSocket)
 
     def fill(self, into: memoryview) -> None:
-        """Receive the next part, and continue with the checksum.   Raises:  OSError."""
+        """Receive the next part, and add it to the checksum.   Raises:  OSError."""
         body, at = np.frombuffer(into, np.uint8), 0
         while at < len(into):
             piece = into[at : at + _SLICE_BYTES]
             if self._is_plain:
-                # Fewer times awake, and longer pieces.
+                # Wait for a whole slice, so that this thread wakes up less often. TLS cannot wait
+                # for a slice, since its records have 16 KiB.
                 self._wait_for(min(_SLICE_BYTES, self._left))
                 count = _received(self._sock, piece, self._deadline)
             else:
@@ -47,7 +50,7 @@ class Arriving:
             self._left -= count
 
     def end(self) -> None:
-        """Check the payload, and send the receipt.   Raises:  OSError, WrongFrameError."""
+        """Compare the checksum, and send the receipt.   Raises:  OSError, WrongFrameError."""
         self._wait_for(1)
         if self._crc32c != self._answer.crc32c:
             raise wire.WrongFrameError("its bytes do not have the checksum that it told")
@@ -78,7 +81,7 @@ def receive_frame(sock: socket.socket, most: int, deadline: float, first: bytes 
 def send(sock: socket.socket, frame: bytes, deadline: float) -> None:
     """Send the whole frame.   Raises:  OSError."""
     left = memoryview(frame)
-    while left:  # `sendall` of TLS would wait so long for each record
+    while left:  # not `sendall`: with TLS, its timeout would apply to each record
         sock.settimeout(left_s(deadline))
         try:
             left = left[sock.send(left) :]
@@ -95,7 +98,10 @@ def _fill(sock: socket.socket, into: memoryview, deadline: float) -> int:
 
 
 def _received(sock: socket.socket, into: memoryview, deadline: float) -> int:
-    """Raises:  OSError, of it TimeoutError and ConnectionError."""
+    """Receive some bytes, and return their number.
+
+    Raises:  OSError, including TimeoutError and ConnectionError.
+    """
     sock.settimeout(left_s(deadline))
     count = sock.recv_into(into)
     if not count:

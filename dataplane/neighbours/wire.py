@@ -1,19 +1,19 @@
 """The frames of a data connection. Pure: bytes in, values out.
 
-A frame is a head (`DPn3`, and the length of what follows) and one message of the codec. First comes
-the handshake (handshake.py), and then one request at a time:
+A frame is a head (`DPn3` and the length of the message) and one message of the codec. After the
+handshake (handshake.py), the asker sends one request at a time:
 
-    asker   Request                  what it wants (rpc/lending.py)
-    lender  Answer                   GIVEN: `length` bytes of payload follow, which are no frame
+    asker   Request                  the requested block or slab (rpc/lending.py)
+    lender  Answer                   GIVEN: `length` bytes of payload follow, outside any frame
                                      REFUSED, ONLY_DECODED, UNKNOWN: nothing follows
     asker   Receipt                  after GIVEN: the whole payload has arrived
 
 The receipt ends the lender's claim on the memory that it sends from. `sendfile` does not copy: the
 kernel refers to the pages of the arena until the bytes have left, and on one host (loopback, veth)
 the receiving socket refers to the very same pages until its process has read them, long after TCP
-has acknowledged them and SIOCOUTQ is 0. Only the receiver knows when they may change.
+has acknowledged them and SIOCOUTQ is 0. Only the receiver knows when the pages may change.
 
-Anything else than these frames ends the connection.
+Any other bytes end the connection.
 """
 
 from __future__ import annotations
@@ -33,16 +33,20 @@ LENGTH_MAX = 1 << 40
 """The largest payload that can be requested, so that sums of lengths stay within 64 bits."""
 BODY_BYTES_MAX = 1 << 20
 NOTE_BYTES_MAX = 4 << 20
-"""A note says where the columns lie, in 5 to 15 bytes each: 280,000 columns at least."""
+"""The most bytes of a note. A note has 5 to 15 bytes for the place of each column, so this is
+enough for 280,000 columns.
+"""
 SMALL_BYTES_MAX = 4 << 10
 """The most bytes of a frame, without the body of a request and the note of an answer."""
 
 RUN_BLOCKS_MAX = 128
-"""Asked for at once."""
+"""The most blocks in one request."""
 RUN_BYTES_MAX = 2 << 20
-"""Asked for at once, of several blocks: they wait for each other."""
+"""The most bytes in one request for several blocks, which are all sent together."""
 GIVEN_WHOLE, NOT_GIVEN = 0, (1 << 64) - 1
-"""How a block of a run ends; or with the length of the decoded block, if only that is there."""
+"""Values of `ends` for a block that was given, and for a block that was not. Any other value is the
+length of the decoded block: the lender has only the decoded form.
+"""
 
 _HEAD = struct.Struct("<4sI")
 MAGIC = b"DPn3"
@@ -50,7 +54,7 @@ HEAD_BYTES = _HEAD.size
 
 
 class WrongFrameError(Exception):
-    """These bytes are not the expected frame; says why."""
+    """The received bytes are not the expected frame; the message says why."""
 
 
 class Outcome(enum.IntEnum):
@@ -65,8 +69,9 @@ class Outcome(enum.IntEnum):
 
 
 class Answer(Message, frozen=True):
-    """GIVEN: `length` bytes follow; the CRC32C is of them and of the note, which slabs have. Of a
-    run of blocks, `ends` has how each ends. ONLY_DECODED: `length` is that of the decoded block.
+    """The lender's answer. GIVEN: `length` bytes of payload follow. `crc32c` is the checksum of the
+    note, which only slabs have, and of the payload. If several blocks were requested, `ends` has a
+    value for each. ONLY_DECODED: `length` is the length of the decoded block.
     """
 
     number: Unsigned
@@ -78,7 +83,7 @@ class Answer(Message, frozen=True):
 
 
 class Receipt(Message, frozen=True):
-    """All of the payload has arrived."""
+    """The whole payload has arrived."""
 
     number: Unsigned
 
@@ -90,9 +95,9 @@ def pack(message: Message) -> bytes:
 
 
 def frame_bytes(received: bytes | bytearray, most: int) -> int:
-    """Return the length of the frame that begins like this; 0 while its head is not complete.
+    """Return the length of the frame that begins with these bytes; 0 while its head is incomplete.
 
-    Raises:  WrongFrameError: it is no frame, or its message has more than `most` bytes.
+    Raises:  WrongFrameError: the bytes are not a frame, or its message has more than `most` bytes.
     """
     if len(received) < HEAD_BYTES:
         return 0
@@ -105,7 +110,10 @@ def frame_bytes(received: bytes | bytearray, most: int) -> int:
 
 
 def unpack(cls: type[T], frame: bytes) -> T:
-    """Return the message of a whole frame.   Raises:  WrongFrameError: it is another one."""
+    """Return the message of a complete frame.
+
+    Raises:  WrongFrameError: the frame has another message.
+    """
     try:
         return decode(cls, frame[HEAD_BYTES:])
     except ConfigError as error:
@@ -113,7 +121,7 @@ def unpack(cls: type[T], frame: bytes) -> T:
 
 
 def unpack_request(frame: bytes) -> Request:
-    """Raises:  WrongFrameError."""
+    """Return the request of a frame, after checking it.   Raises:  WrongFrameError."""
     request = unpack(Request, frame)
     length, count = request.length, request.count
     if not 0 < length <= LENGTH_MAX or request.offset > LENGTH_MAX or len(request.dataset) != 16:
@@ -159,7 +167,7 @@ def _fits(request: Request, answer: Answer) -> bool:
 
 
 def check_receipt(frame: bytes, number: int) -> None:
-    """Raises:  WrongFrameError: it is not the receipt of this request."""
+    """Check a receipt.   Raises:  WrongFrameError: it is not the receipt of this request."""
     receipt = unpack(Receipt, frame)
     if receipt.number != number:
         raise WrongFrameError(f"a receipt of request {receipt.number}, not {number}")

@@ -1,3 +1,3 @@
-"""The live page that a service shows in a browser. Its door: `server.py` (its paths at the port of
-metrics), `figures.py` (what it shows, in the form of `dataplane status`).
+"""The live page that a service shows in a browser. The door: `server.py` (the page's paths at the
+metrics port), `figures.py` (the figures of the page, also used by `dataplane status`).
 """

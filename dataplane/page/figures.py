@@ -19,7 +19,7 @@ from dataplane.rpc.membership import JobStatus, MemberStatus, NodeStatus, Status
 PARTS = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 JOBS_MAX, NODES_MAX, CELLS_MAX = 16, 16, 256
 RANKS_MAX = 64
-"""A job with more ranks has a cell for each host."""
+"""A job with more ranks than this has a cell per host instead of a cell per rank."""
 _TEXT_MAX = 120
 _PARTS_MAX = 8
 _PLACES = ("read_bytes", "neighbour_bytes", "disk_bytes", "memory_bytes", "lent_bytes")
@@ -32,25 +32,29 @@ def page_text() -> str:
 
 
 def page_style() -> str:
-    """Return the style sheet that all pages have."""
+    """Return the style sheet of all pages."""
     styles = [part for kind, part in PARTS.findall(page_text()) if kind == "style"]
     return "".join(styles)
 
 
 class Cell(Struct, frozen=True):
-    """A rank of a job, or all of them on one host, of which the one that waited most counts."""
+    """A rank of a job, or all its ranks on one host. `waited_s` and `bound` are those of the rank
+    that waited longest.
+    """
 
     name: str
     host: str
     ranks: int
     waited_s: float
-    """In the present epoch, with its first batch."""
+    """The time waited in the present epoch, including the wait for its first batch."""
     bound: str
     rate: float
 
 
 class JobFigures(Struct, frozen=True):
-    """One job. `cells` are ordered by name; of more than `CELLS_MAX` those that waited most."""
+    """One job. `cells` are sorted by name. All jobs together have at most `CELLS_MAX`: the cells
+    that waited longest are kept.
+    """
 
     job: str
     state: str
@@ -67,13 +71,15 @@ class JobFigures(Struct, frozen=True):
     median: Cell | None
     worst: Cell | None
     bounds: dict[str, int]
-    """How many ranks each stage bounds."""
+    """The number of ranks that each stage bounds."""
     is_by_host: bool
     cells: tuple[Cell, ...]
 
 
 class NodeFigures(Struct, frozen=True):
-    """One node, or the sums of all: bytes by where they came from, and what is held."""
+    """One node, or the sums of all nodes. `reads` are bytes by origin, `held` the memory and disk
+    in use, and their limits.
+    """
 
     node: str
     host: str
@@ -88,7 +94,7 @@ class NodeFigures(Struct, frozen=True):
 
 
 class Fleet(Struct, frozen=True):
-    """All that the coordinator knows."""
+    """The figures of all jobs and nodes that the coordinator knows."""
 
     coordinator: str
     version: str
@@ -100,7 +106,7 @@ class Fleet(Struct, frozen=True):
 
 
 class OwnNode(Struct, frozen=True):
-    """The node of this process: values of its metrics, by the labels of each."""
+    """The node of this process: values of some metrics, by label."""
 
     processes: dict[str, int]
     deaths: dict[str, int]
@@ -108,13 +114,13 @@ class OwnNode(Struct, frozen=True):
     arena_limit: int
     ahead: dict[str, int]
     waits: dict[str, float]
-    """Seconds for which its ranks waited beyond their first batch, by stage."""
+    """Seconds that the node's ranks waited after their first batch, by stage."""
     holds: int
 
 
 def by_wait(job: JobStatus) -> list[MemberStatus]:
-    """Return a member of each rank, ordered by the time it waited. Several members of a rank are
-    DataLoader workers: the one that waited most counts.
+    """Return one member per rank, in rising order of the time waited. If a rank has several
+    members, which are DataLoader workers, return the one that waited longest.
     """
     members = sorted(present(job), key=lambda member: member.stall_s)
     ranks = {member.topology.rank: member for member in members}
@@ -122,7 +128,7 @@ def by_wait(job: JobStatus) -> list[MemberStatus]:
 
 
 def by_host(status: StatusResponse, job: JobStatus) -> dict[str, list[MemberStatus]]:
-    """Return the ranks of a job by host, each ordered as `by_wait` does."""
+    """Return the ranks of a job by host, the ranks of each host in the order of `by_wait`."""
     hosts = {node.node_id: node.host for node in status.nodes}
     ranks: defaultdict[str, list[MemberStatus]] = defaultdict(list)
     for member in by_wait(job):
@@ -136,8 +142,8 @@ def present(job: JobStatus) -> list[MemberStatus]:
 
 
 def speeds(members: Sequence[MemberStatus]) -> dict[int, float]:
-    """Return the rate of each dp rank. Its members (DataLoader workers, tensor-parallel peers) each
-    report it.
+    """Return the rate of each dp rank. Each of its members (DataLoader workers, tensor-parallel
+    peers) reports the rate of the dp rank.
     """
     rates: dict[int, float] = {}
     for member in members:
@@ -147,7 +153,7 @@ def speeds(members: Sequence[MemberStatus]) -> dict[int, float]:
 
 
 def bounds(job: JobStatus) -> Counter[str]:
-    """Return how many ranks each stage bounds."""
+    """Return the number of ranks that each stage bounds."""
     return Counter(member.bound or "nothing yet" for member in by_wait(job))
 
 
@@ -251,7 +257,7 @@ def _sums(nodes: Sequence[NodeStatus]) -> NodeFigures:
 
 
 def own_node(readings: Iterable[Reading]) -> OwnNode | None:
-    """Return the node of this process; None if it is only a coordinator."""
+    """Return the node of this process; None if the process is only a coordinator."""
     values: defaultdict[str, dict[tuple[str, ...], float]] = defaultdict(dict)
     for reading in readings:
         if isinstance(reading.value, int | float):

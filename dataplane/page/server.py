@@ -1,9 +1,9 @@
-"""The live page at the port of metrics: `/` is the page, `/events` what changes in it, once a
-second as server-sent events, and `/status.json` what `dataplane status --json` writes.
+"""The live page at the metrics port: `/` is the page, `/events` sends its figures once a second as
+server-sent events, and `/status.json` is the output of `dataplane status --json`.
 
 Invariants:
-1. An event is made once a second, whoever watches, and not at all if nobody does.
-2. A browser that is slow gets fewer events, and holds at most one of them here.
+1. One event a second is made for all browsers together, and none while no browser watches.
+2. A slow browser gets fewer events. At most one event waits for each browser.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ PERIOD_S = 1.0
 WATCHERS_MAX = 16
 _STATUS_S = 3.0
 _REFUSED_S = 60.0
-"""How long a coordinator that refuses a status is left alone."""
+"""How long to wait after a coordinator has refused to give its status."""
 _JSON = "application/json; charset=utf-8"
 
 
 class Page:
-    """The page of one service. `address` is that of its coordinator, for the commands it shows."""
+    """The page of one service. `address` is the coordinator's address, for the commands that the
+    page shows.
+    """
 
     def __init__(self, server: MetricsServer, coordination: Coordination, address: str) -> None:
         self._server, self._coordination, self._address = server, coordination, address
@@ -110,7 +112,9 @@ def _problem(error: DataplaneError | TimeoutError) -> str:
 
 @functools.cache
 def _page() -> Answer:
-    """Return the page, whose policy allows its own script and style, and its own service."""
+    """Return the page. Its policy allows only the page's own script and style, and requests to its
+    own service.
+    """
     text = page_text()
     allowed = {
         kind: base64.b64encode(hashlib.sha256(part.encode()).digest()).decode()

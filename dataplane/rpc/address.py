@@ -1,4 +1,4 @@
-"""Where a gRPC service listens: "host:port", "[::1]:port" or "unix:/path/to/socket"."""
+"""Addresses of gRPC services: "host:port", "[::1]:port" or "unix:/path/to/socket"."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OWN_BITS = 64
 
 
 class TcpAddress(Struct, frozen=True):
-    """A host and a port; port 0 asks for a free one."""
+    """A host and a port; port 0 means any free port."""
 
     host: str
     port: int
@@ -29,7 +29,7 @@ class TcpAddress(Struct, frozen=True):
 
     @property
     def family(self) -> socket.AddressFamily:
-        """The family of sockets for it; the host is an IP address."""
+        """The family of sockets for this address, whose host must be an IP address."""
         return socket.AF_INET6 if ":" in self.host else socket.AF_INET
 
 
@@ -50,7 +50,7 @@ Address = TcpAddress | UnixAddress
 def parse(address: str) -> Address:
     """Parse an address.
 
-    Raises:  ConfigError: it is not an address.
+    Raises:  ConfigError: the text is not an address.
     """
     if address.startswith(_UNIX):
         path = address.removeprefix(_UNIX)
@@ -79,8 +79,8 @@ def parse(address: str) -> Address:
 
 
 def resolve(address: TcpAddress) -> TcpAddress:
-    """The same with the host as one IP address, so that a name with several addresses is bound
-    once.
+    """Return the address with the host as one IP address, so that a name with several IP addresses
+    is bound only once.
 
     Raises:  ConfigError: the name cannot be resolved.
     """
@@ -96,13 +96,13 @@ def resolve(address: TcpAddress) -> TcpAddress:
 
 
 def listening(address: TcpAddress, backlog: int) -> socket.socket:
-    """Return a socket that listens at this address, whose host is an IP address.
+    """Return a socket that listens at this address, whose host must be an IP address.
 
-    Raises:  OSError: the address is taken, or is none of this machine.
+    Raises:  OSError: the address is taken, or does not belong to this machine.
     """
     listener = socket.socket(address.family, socket.SOCK_STREAM)
     try:
-        # A process that is started again takes its port although old connections linger.
+        # Let a restarted process take its port again while connections of its predecessor linger.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((address.host, address.port))
         listener.listen(backlog)
@@ -113,8 +113,8 @@ def listening(address: TcpAddress, backlog: int) -> socket.socket:
 
 
 def network_of(host: str) -> str:
-    """Whose address this is, for limits: itself, or the network of an IPv6 address, since whoever
-    has one has all of these.
+    """Return the owner of an address, for limits per host: an IPv4 address itself; for an IPv6
+    address its network of 64 bits, all addresses of which one host may use.
     """
     try:
         found = ipaddress.ip_address(host.partition("%")[0])
@@ -128,8 +128,8 @@ def network_of(host: str) -> str:
 
 
 def is_this_host(address: TcpAddress) -> bool:
-    """Whether the host, as it was given, is sure to mean this machine: other names than localhost
-    may resolve to another address tomorrow.
+    """Return whether the host, as given, certainly is this machine. Of names, only localhost is:
+    other names may resolve to another address tomorrow.
     """
     try:
         return is_loopback(address)
@@ -138,5 +138,5 @@ def is_this_host(address: TcpAddress) -> bool:
 
 
 def is_loopback(address: TcpAddress) -> bool:
-    """Whether only this machine reaches it; the host is an IP address."""
+    """Return whether only this machine reaches the address, whose host must be an IP address."""
     return ipaddress.ip_address(address.host.partition("%")[0]).is_loopback

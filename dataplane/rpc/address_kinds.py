@@ -1,4 +1,4 @@
-"""Addresses as settings: the allowed forms, and how help texts describe them."""
+"""Addresses as settings: their allowed forms, and the descriptions of these in help texts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def _data_address(given: object) -> str:
     found = units.text(given)
     is_port = found.startswith(":")
     target = _address(f"localhost{found}" if is_port else found)
-    # A node that listens at every address could not say at which one others reach it.
+    # Refuse wildcard addresses: a node that listens at every address could not tell other nodes
+    # which address to connect to.
     if target.startswith(_NOT_ONE):
         raise ValueError(given)
     return found if is_port else target

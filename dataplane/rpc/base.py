@@ -26,7 +26,7 @@ from dataplane.rpc.sharing import ShareManifestRequest, ShareManifestResponse
 class Coordination(Protocol):
     """A coordinator: in this process, or behind gRPC. Every call may be repeated.
 
-    Every call raises PeerLost if the coordinator does not answer.
+    Raises:  PeerLost, from every call: the coordinator does not answer.
     """
 
     async def register_node(self, request: RegisterNodeRequest) -> RegisterNodeResponse:
@@ -36,38 +36,38 @@ class Coordination(Protocol):
         """
 
     async def join(self, request: JoinRequest) -> JoinResponse:
-        """A rank takes its place in a job. When the answer arrives, the place survives a restart of
-        the coordinator.
+        """Take the place of a rank in a job. When the answer arrives, the place survives a restart
+        of the coordinator.
 
-        Raises:  SpecMismatch: field, expected, found.  LeaseFenced: a newer launch of the job
-        runs.  ConfigError: an impossible place.
+        Raises:  SpecMismatch: a field of the spec differs from the job's; names the field and both
+        values.  LeaseFenced: a newer launch of the job runs.  ConfigError: the place is impossible.
         """
 
     async def heartbeat(self, request: HeartbeatRequest) -> HeartbeatResponse:
-        """A node renews its members; the answer has one verdict per member, in the request's order.
+        """Renew a node's members. The answer has one verdict per member, in the request's order.
 
         Raises:  VersionMismatch: the node is of another version.
         """
 
     async def leave(self, request: LeaveRequest) -> LeaveResponse:
-        """A rank left on purpose. A member that is unknown, or that another node has by now, is no
-        error: it is gone from this node either way.
+        """Remove a rank that left on purpose. An unknown member, or a member that has moved to
+        another node, is not an error: in either case this node no longer has the member.
         """
 
     async def share_manifest(self, request: ShareManifestRequest) -> ShareManifestResponse:
-        """A node opens a dataset, which other nodes of the job's launch open too.
+        """Open a dataset on a node, which other nodes of the job's launch open too.
 
-        Raises:  ConfigError: it names something that no node would.
+        Raises:  ConfigError: the request has a field that no node would send.
         """
 
     async def status(self, request: StatusRequest) -> StatusResponse:
-        """Jobs, ranks and nodes, for people.
+        """Return jobs, ranks and nodes, for people.
 
         Raises:  ConfigError: no job has that name.
         """
 
     async def ledger(self, request: LedgerRequest) -> LedgerResponse:
-        """A job's ledger.
+        """Return a job's ledger.
 
         Raises:  ConfigError: no job has that name.
         """
@@ -76,5 +76,5 @@ class Coordination(Protocol):
         """Leave steps or rows out of a job, from its next start on. When the answer arrives, the
         change survives a restart of the coordinator.
 
-        Raises:  ConfigError: no job has that name; it is not possible, or not any more.
+        Raises:  ConfigError: no job has that name; or the change is impossible, or comes too late.
         """

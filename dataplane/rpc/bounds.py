@@ -14,28 +14,34 @@ from dataplane.rpc.address import TcpAddress, parse
 
 NAME_LENGTH_MAX = 256
 ELEMENTS_MAX = 1 << 17
-"""Elements of all lists of a message: each takes far more memory and time than its two bytes."""
+"""The most elements of all lists of a message together. An element takes far more memory and time
+than the two bytes that are enough to send it.
+"""
 VALUES_MAX = 2 * ELEMENTS_MAX
-"""Values of a trainer's message, with those in its lists: a url is one, an image step a dozen."""
+"""The most values of a trainer's message, including the values in its lists: a url is one value, an
+image step has a dozen.
+"""
 URLS_MAX = 64
-"""URLs of a dataset, as a node names them to the coordinator."""
+"""The most urls of a dataset that a node may send to the coordinator."""
 _SHOWN_LENGTH = 40
 _VALUES_A_TURN, _TURN_PAUSE_S = 500, 0.001
 _FIXED = dict.fromkeys((*range(0x80), *range(0xE0, 0x100), 0xC0, 0xC2, 0xC3), 0)
-"""How many bytes follow the first one of numbers, None and bools."""
+"""The number of bytes that follow the first byte of a number, None or bool, by the first byte."""
 _FIXED |= {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
 _FIXED |= {0xA0 + length: length for length in range(32)}
 _SIZED = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
-"""How many bytes have the length of a text, or of bytes."""
+"""The number of bytes in which the length of a text or of bytes is written, by the first byte."""
 _COUNTED = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
-"""How many bytes have the length of an array or a map, and how many items each entry is."""
+"""The number of bytes in which the length of an array or a map is written, and the number of values
+per entry, by the first byte.
+"""
 
 
 def check_name(field: str, name: str, *, needed: bool = True, most: int = NAME_LENGTH_MAX) -> None:
     """Check one name of a message.
 
-    Raises:  ConfigError: it is too long, or needed and not given, or has a character that is none
-    of a name; names the field.
+    Raises:  ConfigError: the name is too long, or has a character that no name may have, or is
+    needed but empty; names the field.
     """
     check_length(field, name, needed=needed, most=most)
     unsafe = UNSAFE.search(name)
@@ -48,9 +54,9 @@ def check_name(field: str, name: str, *, needed: bool = True, most: int = NAME_L
 
 
 def check_length(field: str, name: str, *, needed: bool, most: int) -> None:
-    """Check how long a text of a message is.
+    """Check the length of a text of a message.
 
-    Raises:  ConfigError: it is too long, or needed and not given; names the field.
+    Raises:  ConfigError: the text is too long, or is needed but empty; names the field.
     """
     if len(name) > most or (needed and not name):
         least = "1 to " if needed else ""
@@ -63,19 +69,19 @@ def check_length(field: str, name: str, *, needed: bool, most: int) -> None:
 
 
 def check_count(field: str, entries: Sized, most: int) -> None:
-    """Check how many entries a list of a message has.
+    """Check that a list of a message has at most `most` entries.
 
-    Raises:  ConfigError: there are more; names the field.
+    Raises:  ConfigError: the list has more entries; names the field.
     """
     if len(entries) > most:
         raise ConfigError(f"{len(entries)} {field}: {most} at most", field=field)
 
 
 def check_data_address(address: str) -> None:
-    """Check where a node says that others reach it: they are made to connect to it.
+    """Check the data address that a node sends, since other nodes will connect to it.
 
-    Raises:  ConfigError: it is not an IP address with a port, as `TcpAddress` writes it, or never
-    one of a node, such as that of a cloud's metadata service.
+    Raises:  ConfigError: the text is not an IP address with a port, in the form of `TcpAddress`; or
+    no node can have this address, as with the address of a cloud's metadata service.
     """
     check_name("data_address", address)
     parsed = parse(address)
@@ -98,12 +104,13 @@ def check_data_address(address: str) -> None:
 
 
 def check_values(name: str, wire: bytes, most: float) -> None:
-    """Count the values of a message of codec.py, also those in its lists, before it is decoded,
-    since msgspec holds the interpreter lock meanwhile. In a thread: it lets others run. A message
-    that ends too early is left to the decoder; one of `most` bytes cannot have more values.
+    """Count the values of a message of codec.py, including the values in its lists. This is done
+    before decoding, since msgspec holds the interpreter lock while it decodes; the count pauses to
+    let other threads run, so call it in a thread. A message of at most `most` bytes is not counted:
+    it cannot have more values. A message that ends too early is left to the decoder.
 
     Source:  github.com/msgpack/msgpack/blob/master/spec.md.
-    Raises:  ConfigError: there are more than `most`, or something that no message has.
+    Raises:  ConfigError: there are more than `most` values, or a value is not MessagePack.
     """
     at, count, left, end = 0, 0, 1 if len(wire) > most else 0, len(wire)
     while left and at < end:
@@ -127,4 +134,4 @@ def check_values(name: str, wire: bytes, most: float) -> None:
                 "sources or columns"
             )
         if not count % _VALUES_A_TURN:
-            time.sleep(_TURN_PAUSE_S)  # others need the interpreter lock
+            time.sleep(_TURN_PAUSE_S)  # let other threads take the interpreter lock

@@ -1,4 +1,4 @@
-"""A client of the coordinator over gRPC: deadlines on every call, retries, our own errors."""
+"""A client of the coordinator over gRPC, with a deadline for every call, retries and our errors."""
 
 from __future__ import annotations
 
@@ -46,20 +46,21 @@ from dataplane.security.security import NODE_PROOF, Security
 
 _LISTENS, _ROOT = "0A", 0
 CHANNEL_OPTIONS = (
-    # A peer whose machine vanished is noticed within 15 s, also between calls.
+    # Detect a peer whose machine has vanished within 15 s, even between calls.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
-    # A restarted coordinator is found again within a second.
+    # Reconnect within a second after a restart of the coordinator.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.max_send_message_length", REQUEST_BYTES_MAX),
     ("grpc.max_receive_message_length", RESPONSE_BYTES_MAX),
-    # Two clients of one process must not share a connection that one of them closes.
+    # Give each client its own connection: otherwise clients of one process would share a connection
+    # that one of them may close.
     ("grpc.use_local_subchannel_pool", 1),
-    # The coordinator is addressed directly; a proxy between hosts of a cluster is never intended.
+    # Ignore proxy settings of the environment: they are not meant for hosts of the same cluster.
     ("grpc.enable_http_proxy", 0),
 )
 _trace = Trace("rpc")
@@ -81,9 +82,11 @@ class CoordinatorClient:
         patience_s: float = 10.0,
         identity: NodeIdentity | None = None,
     ) -> None:
-        """`identity` is that of the node which makes the calls, if it is one.
+        """Prepare calls to `address`. `identity` belongs to the node that makes the calls; None if
+        the caller is not a node.
 
-        Raises:  ConfigError: not an address, or the token would cross the network in plain text.
+        Raises:  ConfigError: `address` is not an address, or the token would cross the network in
+        plain text.
         """
         parsed = parse(address)
         self.address = parsed.target
@@ -120,7 +123,9 @@ class CoordinatorClient:
         return cast(HeartbeatResponse, await self._watched("heartbeat", request))
 
     async def leave(self, request: LeaveRequest) -> LeaveResponse:
-        """See `Coordination.leave`; repeated for a second at most, since it delays an exit."""
+        """See `Coordination.leave`. The call is repeated for at most a second, since it delays the
+        exit of the process.
+        """
         patience_s = min(1.0, self._patience_s)
         return cast(LeaveResponse, await self._patiently("leave", request, patience_s))
 
@@ -159,7 +164,7 @@ class CoordinatorClient:
         return await attempts(self._watched, name, request)
 
     async def _watched(self, name: str, request: object) -> object:
-        """A call that logs when the coordinator stops to answer, and when it answers again."""
+        """Make a call, and log when the coordinator stops answering or answers again."""
         try:
             answer = await self._call(name, request)
         except PeerLost as error:
@@ -197,14 +202,16 @@ class CoordinatorClient:
             raise self._told(error) from failure
 
     def _told(self, error: DataplaneError) -> DataplaneError:
-        """The error, with what is wrong with our own certificate: the other side just hangs up."""
+        """Return the error; if the peer was lost, with a complaint about our own certificate, since
+        a peer that rejects a certificate hangs up without a reason.
+        """
         tls = None if self._security is None else self._security.tls
         complaint = tls.complaint() if tls is not None and isinstance(error, PeerLost) else ""
         return PeerLost(f"{error}. {complaint}", **error.nouns) if complaint else error
 
     async def _renew(self) -> None:
-        """Use a new channel if the certificates have changed: gRPC cannot replace those of a
-        channel. Calls in flight end on the old one.
+        """Use a new channel if the certificates have changed, since gRPC cannot replace the
+        certificates of a channel. Calls in flight end on the old channel.
         """
         tls = None if self._security is None else self._security.tls
         if tls is None or self._channel is None or tls.current()[1] == self._channel_version:
@@ -239,12 +246,13 @@ class CoordinatorClient:
 
 
 def _check_own(address: TcpAddress) -> None:
-    """Check that all processes that listen at this port are of this user or root: while a
-    coordinator is down, anybody may listen in its place, and would be sent the token. Blocks: the
-    kernel's tables are as long as the host has connections.
+    """Check that every process that listens at this port belongs to this user or to root. While a
+    coordinator is down, any user could listen in its place and receive the token. Call this in a
+    thread: the kernel's tables have a line for each connection of the host.
 
     Source:  proc_pid_net(5); Documentation/networking/proc_net_tcp.rst.
-    Raises:  PeerLost: one is another user's. It may go away, and the coordinator come back.
+    Raises:  PeerLost: another user's process listens. The call may be retried, since that process
+    may end and the coordinator may return.
     """
     sockets = []
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):

@@ -1,10 +1,10 @@
 """The codec of all sockets and pipes: messages are Structs, and MessagePack on the wire.
 
-A message is an array: the name of its class, then its fields in their order. Both sides have one
-version, so a class may change in any way. Processes of several versions meet only when a trainer
-says Hello to a node. So that each can say which versions there are, `ToNode`, `Hello`, `FromNode`,
+A message is an array: the name of its class, then its fields in order. Both sides have the same
+version, so a class may change in any way. Processes of different versions meet only when a trainer
+sends Hello to a node. So that both can still report their versions, `ToNode`, `Hello`, `FromNode`,
 `Welcome` and `SentError` keep their names and fields: new fields come last and have defaults, and
-an older version passes over those that it does not know.
+an older version ignores fields that it does not know.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataplane.model.typed import complete
 T = TypeVar("T")
 
 _SHOWN_AROUND = 20
-"""Characters of a text beside one that cannot be sent."""
+"""The number of characters that an error shows on each side of a character that cannot be sent."""
 
 
 class Message(Struct, frozen=True, array_like=True, tag=True):
@@ -41,9 +41,10 @@ class SentError(Message, frozen=True):
 
     @classmethod
     def of(cls, error: DataplaneError) -> SentError:
-        """An error as it is sent."""
+        """Return an error in the form in which it is sent."""
         nouns = {name: json.dumps(noun) for name, noun in error.nouns.items()}
-        # Names of files and errors of others may have what UTF-8 has not: lone surrogates.
+        # Escape lone surrogates, which UTF-8 cannot encode: file names and foreign error messages
+        # may contain them.
         message = str(error).encode(errors="backslashreplace").decode()
         return cls(type(error).__name__, message, nouns)
 
@@ -57,12 +58,13 @@ class SentError(Message, frozen=True):
 if TYPE_CHECKING:
     Failure = DataplaneError
 else:
-    # To msgspec, one of several bodies is a Struct; an `Envelope` has the error itself.
+    # Use a Struct as the type for msgspec, which only decodes unions of Structs. `Envelope` then
+    # replaces the SentError by the error itself.
     Failure = SentError
 
 
 class Envelope(Message, frozen=True):
-    """A message around one of several bodies. Errors are among those as `Failure`."""
+    """A message around one of several bodies. The body of an error is declared as `Failure`."""
 
     def __post_init__(self) -> None:
         body = cast(Any, self).body
@@ -71,9 +73,9 @@ class Envelope(Message, frozen=True):
 
 
 def encode(value: object) -> bytes:
-    """The wire bytes of a message.
+    """Return the wire bytes of a message.
 
-    Raises:  ConfigError: a text in it cannot be sent.
+    Raises:  ConfigError: a text in the message cannot be sent.
     """
     try:
         return _ENCODER.encode(value)
@@ -82,7 +84,7 @@ def encode(value: object) -> bytes:
 
 
 def not_sent(error: UnicodeEncodeError) -> ConfigError:
-    """The error about a text that cannot be sent."""
+    """Return the error about a text that cannot be sent."""
     start = max(0, error.start - _SHOWN_AROUND)
     return ConfigError(
         f"{error.object[start : error.end + _SHOWN_AROUND]!r} has half of a surrogate pair, "
@@ -91,13 +93,13 @@ def not_sent(error: UnicodeEncodeError) -> ConfigError:
 
 
 def decode(cls: type[T], wire: bytes) -> T:
-    """The inverse of `encode`.
+    """Return the message of this class that `encode` made these bytes of.
 
     Raises:  ConfigError: the bytes are not such a message.
     """
     try:
         return cast(T, _decoder(cast(Any, cls)).decode(wire))
-    # Those of msgspec are ValueErrors only in its newer versions.
+    # Catch MsgspecError too: in older versions of msgspec it is not a ValueError.
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ConfigError(f"not a {cls.__name__} message: {error}") from error
 
@@ -108,10 +110,10 @@ def _decoder(cls: Any) -> msgspec.msgpack.Decoder[Any]:
 
 
 def _write(value: Any) -> Any:
-    """The form in which a value is sent that msgspec does not know."""
+    """Return the form in which to send a value of a type that msgspec does not know."""
     if isinstance(value, DataplaneError):
         return SentError.of(value)
-    if isinstance(value, numbers.Integral):  # of numpy
+    if isinstance(value, numbers.Integral):  # a numpy integer
         return int(value)
     if isinstance(value, numbers.Real):
         return float(value)
@@ -122,7 +124,7 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=_write)
 
 
 def _read(cls: type, sent: Any) -> Any:
-    """The error in a field, which is the only type that msgspec does not know."""
+    """Return the error in a field: errors are the only decoded type that msgspec does not know."""
     if not issubclass(cls, DataplaneError):
         raise TypeError(f"{cls} cannot be sent")
     return msgspec.convert(sent, complete(SentError)).error

@@ -1,22 +1,22 @@
-"""Who holds the connections of a gRPC server, and which are closed when places run short.
+"""The connections of a gRPC server, and which of them are closed when places run out.
 
-gRPC accepts connections itself, up to a number that it is given, and turns away all others without
-a word. It has no limit for each host, and does not say whose connections it has. So a thread looks
-at the sockets of this process when few places are left, and shuts down those that keep others out.
-To gRPC this is a peer that hangs up: it closes the connection, and the place is free. A host that
-comes again and again is turned away by the kernel for a while.
+gRPC accepts connections itself, up to a maximum number, and silently turns away all others. It has
+no limit per host, and does not report the peers of its connections. So when few places are left, a
+thread examines the sockets of this process, and shuts down connections that keep other hosts out.
+gRPC sees a peer that hangs up, closes the connection, and thereby frees its place. The kernel turns
+away for a while a host that reconnects again and again.
 
-The limits are those of security/admission.py, where a connection has greeted if a call on it was
+The limits are those of security/admission.py. A connection counts as greeted if a call on it was
 allowed in the last `_RECENT_S`.
 
 Invariants:
 1. While fewer than three quarters of the places are taken, no connection is closed.
 2. The event loop does the same work for each call, however many connections there are. The thread
-   looks only when places may be short, and for a twentieth of the time at most.
+   examines sockets only when places may run out, and for at most a twentieth of the time.
 
-gRPC has no hook before it accepts, so only a filter of the listening socket keeps out a host that
-connects again at once. Without it, a host with 10,000 new connections a second kept others out of
-436 places for 9 s at a time; with it, they got their answers in 6 ms.
+gRPC has no hook before it accepts a connection, so only a filter on the listening socket keeps out
+a host that reconnects at once. Without the filter, a host with 10,000 new connections a second kept
+other hosts out of 436 places for 9 s at a time; with the filter, they got their answers in 6 ms.
 
 Source: proc_pid_fd(5): since Linux 6.2 the size of this folder is the number of descriptors.
 socket(7), SO_ATTACH_FILTER; Documentation/networking/filter.rst
@@ -47,24 +47,25 @@ from dataplane.rpc.address import network_of
 from dataplane.security.admission import Admission, AdmissionRules, Reason
 
 _RECENT_S = 60.0
-"""Nodes beat every few seconds."""
+"""Nodes send heartbeats every few seconds, so their connections stay recent."""
 _SILENT_S = 2.0
 _PERIOD_S = 0.25
 _PAUSE_MIN_S = 0.02
 _PAUSE_FACTOR = 20
-"""The pause after a look, as a multiple of the processor time that the look took."""
+"""The pause after each examination, as a multiple of the processor time that it took."""
 _EXCEEDED_MAX, _FORGOTTEN_S, _AWAY_S = 5, 60.0, 10.0
-"""A host that had too many connections in more looks than this within a minute is turned away for
-a while.
+"""A host that had too many connections in more than `_EXCEEDED_MAX` examinations is turned away for
+`_AWAY_S`. Each of these examinations came within `_FORGOTTEN_S` of the previous one.
 """
 _LINE_S = 60.0
-"""A host has one line of the log in this time."""
+"""The log has at most one line per host in this time."""
 _HANDSHAKE_LOOK_S, _HANDSHAKE_SEEN_S, _HANDSHAKE_KEPT_S = 2.0, 0.5, 15.0
-"""A look at the connections for handshakes at most every 2 s, an answer to it after half a second,
-and longer than gRPC lets a handshake take.
+"""Connections are searched for new handshakes at most once per `_HANDSHAKE_LOOK_S`. A search for
+ended handshakes begins `_HANDSHAKE_SEEN_S` after a handshake began. A handshake is forgotten after
+`_HANDSHAKE_KEPT_S`, which is longer than gRPC lets a handshake take.
 """
 _HANDSHAKES_FEW, _HANDSHAKES_S = 20, 60.0
-"""The number of connections without a call that probes make in this time."""
+"""Probes may make up to `_HANDSHAKES_FEW` connections without a call in `_HANDSHAKES_S`."""
 _ATTACH_FILTER, _DETACH_FILTER = 26, 27
 _HOSTS_MAX = 32
 _LOAD, _LOAD_BYTE, _SHIFT_RIGHT, _IS, _RETURN = 0x20, 0x30, 0x74, 0x15, 0x06
@@ -93,16 +94,18 @@ class PeerConnection(Struct, frozen=True):
     called: float = _NEVER
 
     def order(self) -> tuple[float, float]:
-        """The order of closing: connections without a call first, and of these the oldest."""
+        """Return the sort key for closing: connections without a call first, the oldest of them
+        first.
+        """
         return self.called, self.seen
 
     def is_idle(self, now: float) -> bool:
-        """Whether no call was allowed on it lately."""
+        """Return whether no call was allowed on the connection lately."""
         return now - self.called > _RECENT_S
 
 
 def admission_rules(count_max: int) -> AdmissionRules:
-    """Return the rules for so many places: a host may have half of them."""
+    """Return the rules for `count_max` places, half of which one host may have."""
     share = max(1, count_max // 2)
     return AdmissionRules(count_max, count_max // 4 + 1, source_max=share, grace_s=_SILENT_S)
 
@@ -110,7 +113,7 @@ def admission_rules(count_max: int) -> AdmissionRules:
 def making_way(
     connections: Iterable[PeerConnection], rules: AdmissionRules, now: float
 ) -> list[tuple[PeerConnection, Reason]]:
-    """Return the connections that go, so that others find places."""
+    """Return the connections to close so that other hosts find places, and the reasons."""
     admission: Admission[PeerConnection] = Admission(rules)
     for connection in sorted(connections, key=PeerConnection.order):
         admission.came(connection, connection.host, connection.seen)
@@ -120,9 +123,10 @@ def making_way(
 
 
 class Handshakes:
-    """The connections that end without a call, and their peers. gRPC reports neither the peers of
-    failed TLS handshakes nor how many failed. It only announces that a handshake is about to begin
-    on an open connection, so we find the peer by comparing all connections with those known before.
+    """The connections that end without a call, and their peers. gRPC reports neither the peers nor
+    the number of failed TLS handshakes. It only announces that a handshake is about to begin on an
+    open connection, so we find the peer by comparing all connections with the connections known
+    before.
     """
 
     def __init__(self) -> None:
@@ -145,15 +149,15 @@ class Handshakes:
             self._known = peers
 
     def greeted(self, peer: str) -> None:
-        """The first call came on a connection."""
+        """Note the first call on a connection."""
         with self._lock:
             self._greeted += 1
             if self._begun:
                 self._begun.pop(_peer_of(peer), None)
 
     def ended(self, connected: Callable[[], Iterable[Peer]], now: float) -> tuple[Peer, int] | None:
-        """Return a peer that has gone without a call, and how many have gone like that since the
-        last result. Return None while there are so few of them that they may be probes.
+        """Return a peer whose connection ended without a call, and the number of such connections
+        since the last result. Return None while these are so few that they may be probes.
         """
         with self._lock:
             if any(now - at > _HANDSHAKE_SEEN_S for at in self._begun.values()):
@@ -174,8 +178,8 @@ class Handshakes:
 
 
 class OpenConnections:
-    """The connections of the gRPC server of this process: `count_max` at most. A thread looks at
-    them from `start` to `close`; the event loop says which of them `called`.
+    """The connections of the gRPC server of this process, at most `count_max`. A thread examines
+    them from `start` to `close`; the event loop reports calls with `called`.
     """
 
     def __init__(self, count_max: int) -> None:
@@ -183,13 +187,13 @@ class OpenConnections:
         self._near = count_max - self._rules.spare + 1
         self._lock = threading.Lock()
         self._called: OrderedDict[str, float] = OrderedDict()
-        """When the last call of each peer was, the oldest first."""
+        """The time of each peer's last call, the oldest first."""
         self._seen: dict[Peer, float] = {}
         self._closed: set[Peer] = set()
         self._untold: dict[str, tuple[int, str]] = {}
         self._told_at: dict[str, float] = {}
         self._exceeded: dict[str, tuple[int, float]] = {}
-        """For each host that had too many: in how many looks, and when last."""
+        """For each host with too many connections: in how many examinations, and when last."""
         self._away: dict[str, float] = {}
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -197,11 +201,11 @@ class OpenConnections:
         self._port = 0
 
     def handshaking(self) -> None:
-        """A TLS handshake begins on a new connection. Called by threads of gRPC."""
+        """Note that a TLS handshake begins on a new connection. Called by threads of gRPC."""
         self._handshakes.began(self._peers, time.monotonic())
 
     def start(self, port: int) -> None:
-        """Start looking at the connections to this port."""
+        """Start to examine the connections to this port."""
         self._port = port
         future: concurrent.futures.Future[None] = concurrent.futures.Future()
         background.watch("connections", future)
@@ -211,19 +215,19 @@ class OpenConnections:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop looking, after a look that is under way. May be called twice."""
+        """Stop the thread, after the examination in progress. May be called twice."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
 
     def called(self, peer: str) -> None:
-        """A call was allowed on the connection of this peer, as gRPC writes it."""
+        """Note that a call was allowed on the connection of this peer. `peer` is in gRPC's form."""
         now = time.monotonic()
         with self._lock:
             is_first = peer not in self._called
             self._called[peer] = now
             self._called.move_to_end(peer)
-            for _ in range(2):  # more than were added, so that the old ones get fewer
+            for _ in range(2):  # remove up to two old peers per call, so that few are left
                 oldest = next(iter(self._called))
                 if now - self._called[oldest] <= _RECENT_S:
                     break
@@ -244,7 +248,7 @@ class OpenConnections:
                 took_s = time.thread_time() - began
                 is_attacked = closed or self._away
                 pause_s = max(_PAUSE_MIN_S if is_attacked else _PERIOD_S, _PAUSE_FACTOR * took_s)
-        except BaseException as error:  # noqa: BLE001 - it ends the process, by `background`
+        except BaseException as error:  # noqa: BLE001 - `background` ends the process
             future.set_exception(error)
         else:
             future.set_result(None)
@@ -262,7 +266,7 @@ class OpenConnections:
             )  # fmt: skip
 
     def look(self, port: int) -> int:
-        """Close what keeps others out. Returns how many were closed."""
+        """Close connections that keep other hosts out. Return the number of closed connections."""
         now = time.monotonic()
         present = self._found(port, now)
         going = making_way(present, self._rules, now)
@@ -283,7 +287,7 @@ class OpenConnections:
         return len(going)
 
     def _turn_away(self, hosts: set[str], port: int, now: float) -> None:
-        """Turn away for a while those that come again as fast as their connections are closed."""
+        """Turn away for a while hosts that reconnect as fast as their connections are closed."""
         for host in hosts:
             count, _ = self._exceeded.pop(host, (0, now))
             self._exceeded[host] = (count + 1, now)
@@ -310,15 +314,15 @@ class OpenConnections:
         found = []
         for descriptor, peer in _connected(port):
             seen = self._seen[peer] = before.get(peer, now)
-            if peer not in self._closed:  # gRPC is about to close it
+            if peer not in self._closed:  # otherwise gRPC is about to close the connection
                 at = called_at.get(peer, _NEVER)
                 found.append(PeerConnection(descriptor, peer, _host_of(peer[0]), seen, at))
         if len(found) < self._near:
-            self._seen.clear()  # the next look may be much later
+            self._seen.clear()  # the next examination may be much later
         return found
 
     def _tell(self, now: float) -> None:
-        """Write a line for each host that has had none for a while."""
+        """Log one line for each host without a line in the last `_LINE_S`."""
         self._told_at = {host: at for host, at in self._told_at.items() if now - at < _LINE_S}
         for host in [host for host in self._untold if host not in self._told_at]:
             count, why = self._untold.pop(host)
@@ -339,7 +343,7 @@ def _descriptors() -> list[int]:
 
 
 def _connected(port: int) -> Iterator[tuple[int, Peer]]:
-    """The descriptors of connections to this port of this process, and their peers."""
+    """Yield the descriptor and the peer of each connection of this process to this port."""
     for descriptor in _descriptors():
         peer = _peer_at(descriptor, port)
         if peer is not None:
@@ -347,7 +351,7 @@ def _connected(port: int) -> Iterator[tuple[int, Peer]]:
 
 
 def _listening(port: int) -> Iterator[socket.socket]:
-    """The sockets of this process that listen at this port; each until the next is asked for."""
+    """Yield the sockets of this process that listen at this port. Each is valid until the next."""
     for descriptor in _descriptors():
         with _socket_at(descriptor, port) as sock:
             if sock is not None and _is_listening(sock):
@@ -358,7 +362,7 @@ def _is_listening(sock: socket.socket) -> bool:
     try:
         return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
     except OSError:
-        return False  # gRPC has closed it meanwhile
+        return False  # gRPC has closed the socket meanwhile
 
 
 def _peer_at(descriptor: int, port: int) -> Peer | None:
@@ -366,20 +370,22 @@ def _peer_at(descriptor: int, port: int) -> Peer | None:
         try:
             host, its_port = sock.getpeername()[:2] if sock is not None else ("", 0)
         except OSError:
-            return None  # it listens, or was closed meanwhile
+            return None  # a listening socket, or a socket that was closed meanwhile
     return (_plain(host), its_port) if host else None
 
 
 @contextlib.contextmanager
 def _socket_at(descriptor: int, port: int) -> Iterator[socket.socket | None]:
-    """The socket with this descriptor, if it has this port of this host. It stays open."""
+    """Yield the socket with this descriptor, or None if its local port is another one. The
+    descriptor stays open.
+    """
     sock = None
     try:
-        # With a family, so that nothing of it is looked up.
+        # Pass the family and the type: otherwise Python would query the descriptor for them.
         sock = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, 0, fileno=descriptor)
         local = sock.getsockname()
     except OSError:
-        local = None  # a file, or closed meanwhile
+        local = None  # the descriptor is a file, or was closed meanwhile
     try:
         yield sock if isinstance(local, tuple) and local[1] == port else None
     finally:
@@ -388,40 +394,43 @@ def _socket_at(descriptor: int, port: int) -> Iterator[socket.socket | None]:
 
 
 def _shut_down(one: PeerConnection, port: int) -> None:
-    """Hang up, if the descriptor is still that connection."""
+    """Shut down a connection, if its descriptor still belongs to it."""
     try:
-        # gRPC may close it at any time, and its number be used again.
+        # Check and shut down a copy of the descriptor: gRPC may close the original at any time, and
+        # its number may then be reused.
         copy = os.dup(one.descriptor)
     except OSError:
         return
     try:
         sock = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, 0, fileno=copy)
     except OSError:
-        return  # now a file: closing the copy would release the locks on it, see fcntl_locking(2)
+        # The number now belongs to a file. Leave the copy open: closing it would release the file's
+        # locks, see fcntl_locking(2).
+        return
     with sock:
         if _peer_at(copy, port) == one.peer:
             try:
                 sock.shutdown(socket.SHUT_RDWR)
             except OSError:
-                return  # the peer was faster
+                return  # the peer has already closed the connection
 
 
 def _peer_of(shown: str) -> Peer:
-    """The peer that gRPC writes as ipv4:10.0.0.9:51234 or ipv6:%5B2001:db8::1%5D:51234."""
+    """Parse a peer in gRPC's form: ipv4:10.0.0.9:51234 or ipv6:%5B2001:db8::1%5D:51234."""
     host, _, port = urllib.parse.unquote(shown).partition(":")[2].rpartition(":")
     return _plain(host.strip("[]")), int(port) if port.isdigit() else 0
 
 
 def _plain(host: str) -> str:
-    """An address without its scope, and of IPv4 also where the socket is one of IPv6."""
+    """Return an address without its scope; an IPv4 address without the prefix of an IPv6 socket."""
     return host.removeprefix("::ffff:") if "." in host else host.partition("%")[0]
 
 
 def _turn_away(listener: socket.socket, hosts: Sequence[str]) -> None:
-    """Have the kernel drop the packets of these hosts to a listening socket: addresses, or networks
-    of 64 bits of IPv6, the last 32 of them. To them, nobody listens there. Their open connections
-    stay, and those accepted later pass the filter, which they inherit. Nobody is turned away where
-    the kernel cannot do that.
+    """Have the kernel drop packets of these hosts to a listening socket, so that nobody seems to
+    listen there. A host is an IPv4 address or an IPv6 network of 64 bits; only the last
+    `_HOSTS_MAX` hosts are turned away. Open connections of these hosts stay open. Connections that
+    are accepted later inherit the filter. If the kernel has no such filters, do nothing.
     """
     with contextlib.suppress(OSError):
         if not hosts:

@@ -1,8 +1,8 @@
-"""Converts what the coordinator hears and says to protobuf messages and back, by descriptors.
+"""Conversion of the coordinator's requests and answers to protobuf and back, by descriptors.
 
 When a class is first sent or received, its converter is made from the fields of the class and the
-message's descriptor, so that a field is named in only two places: the proto file and the frozen
-value. All other messages are Structs alone: see codec.py.
+message's descriptor. So a field is named in only two places: the proto file and the frozen value.
+Other messages have no protobuf form: see codec.py.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from dataplane.rpc.v1 import coordinator_pb2, sharing_pb2, types_pb2
 
 T = TypeVar("T")
 _Convert = Callable[[Any], Any]
-_Class = Any  # a class: mypy holds that `type[object]` has no hash
+_Class = Any  # a class; not `type[object]`, which mypy considers unhashable
 Descriptor = Any
 FieldDescriptor = Any
 _BYTES = 2
-"""The wire type of what has a length."""
+"""The wire type of fields that are preceded by their length."""
 _OF_BYTES = {9, 12}
-"""The types of strings and bytes, which are never packed."""
+"""The field types of strings and bytes, which are never packed."""
 _FIELDS_AN_ELEMENT = 16
 _FIELDS_A_TURN, _PARTS_A_TURN, _TURN_PAUSE_S = 500, 50, 0.001
 
@@ -50,17 +50,18 @@ _SHARED: dict[str, type] = {
     "ReplacedRow": changes.ReplacedRow,
     "Tombstone": changes.Tombstone,
 }
-# Values that the proto files have as bytes, which codec.py makes: a new option is no change here.
+# Values that are encoded by codec.py and sent as bytes, so that a new option needs no change of the
+# proto files.
 _OPAQUE = {"JobSpec": config.JobSpec}
-# Large messages that many receivers get: made once for all who get the same value.
+# Large messages with many receivers: convert each value once for all receivers.
 _FOR_MANY = {"JobNodes"}
 _FOR_MANY_MAX = 64
 
 
 def encode(value: object) -> bytes:
-    """The wire bytes of a value.
+    """Return the wire bytes of a value.
 
-    Raises:  ConfigError: a text in it cannot be sent.
+    Raises:  ConfigError: a text in the value cannot be sent.
     """
     try:
         return to_proto(value).SerializeToString()
@@ -69,10 +70,11 @@ def encode(value: object) -> bytes:
 
 
 def decode(cls: type[T], wire: bytes, elements_max: float = math.inf) -> T:
-    """The inverse of `encode`.
+    """Return the value of this class that `encode` made these bytes of.
 
-    Raises:  ConfigError: the bytes are not such a message, or its lists have more elements than
-    this together: each takes far more memory and time than its two bytes.
+    Raises:  ConfigError: the bytes are not such a message, or its lists together have more than
+    `elements_max` elements: an element takes far more memory and time than the two bytes that are
+    enough to send it.
     """
     message = _message_class(cast(_Class, cls))()
     if len(wire) > elements_max:
@@ -88,11 +90,12 @@ def decode(cls: type[T], wire: bytes, elements_max: float = math.inf) -> T:
 
 
 def _check_elements(wire: bytes, descriptor: Descriptor, most: float) -> None:
-    """Count the elements of a message before it is parsed, since protobuf's parser holds the
-    interpreter lock. What is no message is left to the parser. In a thread: it lets others run.
+    """Count the elements of a message. This is done before parsing, since protobuf's parser holds
+    the interpreter lock; the count pauses to let other threads run, so call it in a thread. Bytes
+    that are not a message are left to the parser.
 
     Source:  protobuf.dev/programming-guides/encoding.
-    Raises:  ConfigError: there are more than `most`.
+    Raises:  ConfigError: there are more than `most` elements.
     """
     count, fields, parts = 0, 0, [(0, len(wire), descriptor)]
     with contextlib.suppress(IndexError):
@@ -105,7 +108,7 @@ def _check_elements(wire: bytes, descriptor: Descriptor, most: float) -> None:
                 field = known.get(tag >> 3)
                 fields += 1
                 if not fields % _FIELDS_A_TURN:
-                    time.sleep(_TURN_PAUSE_S)  # others need the interpreter lock
+                    time.sleep(_TURN_PAUSE_S)  # let other threads take the interpreter lock
                 if field is not None and tag & 7 == _BYTES and field.message_type is not None:
                     parts.append((at, min(at + length, end), field.message_type))
                     count += 1
@@ -126,7 +129,7 @@ def _fields_by_number(descriptor: Descriptor) -> Mapping[int, FieldDescriptor]:
 
 
 def _value_length(wire: bytes, at: int, wire_type: int) -> tuple[int, int]:
-    """How long a value is, and where it begins.   Raises:  IndexError: it is none."""
+    """Return the length and the start of a value.   Raises:  IndexError: there is no value."""
     if wire_type == 0:
         return _varint(wire, at)[1] - at, at
     if wire_type == _BYTES:
@@ -135,7 +138,7 @@ def _value_length(wire: bytes, at: int, wire_type: int) -> tuple[int, int]:
 
 
 def _varint(wire: bytes, at: int) -> tuple[int, int]:
-    """A number, and where it ends.   Raises:  IndexError: it has no end."""
+    """Return a number, and the offset behind it.   Raises:  IndexError: the number has no end."""
     byte = wire[at]
     if byte < 0x80:
         return byte, at + 1
@@ -149,7 +152,7 @@ def _varint(wire: bytes, at: int) -> tuple[int, int]:
 
 
 def to_proto(value: object) -> Message:
-    """The protobuf message with the same content."""
+    """Return the protobuf message with the same content."""
     if isinstance(value, errors.DataplaneError):
         return error_to_proto(value)
     cls: _Class = type(value)
@@ -157,23 +160,23 @@ def to_proto(value: object) -> Message:
 
 
 def from_proto(cls: type[T], message: Message) -> T:
-    """The value with the same content as this message."""
+    """Return the value with the same content as this message."""
     return cast(T, _reader(cast(_Class, cls))(message))
 
 
 def error_to_proto(error: errors.DataplaneError) -> Message:
-    """An error as class name, message and nouns."""
+    """Return the message for an error: class name, message and nouns."""
     sent = codec.SentError.of(error)
     return types_pb2.Error(name=sent.name, message=sent.message, nouns=sent.nouns)
 
 
 def error_from_proto(message: Any) -> errors.DataplaneError:
-    """The error that was sent."""
+    """Return the error that was sent."""
     return codec.SentError(message.name, message.message, dict(message.nouns)).error
 
 
 def _field_names(cls: _Class) -> Sequence[str]:
-    """The fields of a value, in order: a Struct, or a dataclass that users construct."""
+    """Return the fields, in order, of a Struct, or of a dataclass that users construct."""
     return cls.__struct_fields__ if issubclass(cls, Struct) else tuple(cls.__dataclass_fields__)
 
 
@@ -188,7 +191,7 @@ def _message_class(cls: _Class) -> type[Message]:
 
 
 def value_class(descriptor: Descriptor) -> _Class:
-    """The class of the values that messages of this type, or its numbers, stand for."""
+    """Return the class whose values are sent as messages of this type or numbers of this enum."""
     if descriptor.name == "Error":
         return errors.DataplaneError
     if descriptor.name in _SHARED:
@@ -199,8 +202,8 @@ def value_class(descriptor: Descriptor) -> _Class:
 
 @functools.cache
 def _writer(cls: _Class) -> Callable[[Any], dict[str, Any]]:
-    """Converts a value to the arguments of its message's constructor: nested messages become dicts,
-    None is left out.
+    """Return a function that converts a value to the arguments of its message's constructor. Nested
+    messages become dicts, and None stays None, which leaves the field unset.
     """
     by_name = _message_class(cls).DESCRIPTOR.fields_by_name
     converts = [
@@ -243,13 +246,13 @@ def _part_writer(field: FieldDescriptor) -> _Convert:
 
 
 def _once(cls: _Class) -> _Convert:
-    """Converts a value, and remembers the message as long as others use the same object."""
+    """Return a function that converts a value, and remembers the messages of the last values."""
     write, message_class = _writer(cls), _message_class(cls)
     made: OrderedDict[int, tuple[Any, Message]] = OrderedDict()
 
     def convert(value: Any) -> Message:
         known = made.get(id(value))
-        if known is None:  # otherwise it is the same object, since it is kept
+        if known is None:  # a known id means the same object: `made` keeps the object alive
             known = made[id(value)] = (value, message_class(**write(value)))
             if len(made) > _FOR_MANY_MAX:
                 made.popitem(last=False)
@@ -269,7 +272,7 @@ def _enum_prefix(field: FieldDescriptor) -> str:
 
 @functools.cache
 def _reader(cls: _Class) -> Callable[[Any], Any]:
-    """Makes the value of a message."""
+    """Return a function that makes the value of a message."""
     if issubclass(cls, errors.DataplaneError):
         return error_from_proto
     by_name = _message_class(cls).DESCRIPTOR.fields_by_name
@@ -303,7 +306,9 @@ def _decoded(cls: _Class, wire: bytes) -> Any:
 
 
 def _converted(convert: _Convert, parts: Sequence[Any]) -> list[Any]:
-    """The values of these parts. A thread that has many to make lets others run meanwhile."""
+    """Return the values of these parts. Outside the main thread, pause between many parts, so that
+    other threads can run.
+    """
     if len(parts) <= _PARTS_A_TURN or threading.current_thread() is threading.main_thread():
         return [convert(part) for part in parts]
     values: list[Any] = []

@@ -1,4 +1,4 @@
-"""TLS for gRPC: credentials of a server that follow changed files, and of a channel."""
+"""TLS credentials for gRPC: of a server, which follow changes of the files, and of a channel."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from dataplane.security.tls import Certificates, Pems
 def server_credentials(
     certificates: Certificates, on_handshake: Callable[[], None]
 ) -> grpc.ServerCredentials:
-    """The certificate of each new connection is that of the files. With a `ca`, clients must have a
-    certificate of it. `on_handshake` is called for each new connection, in a thread of gRPC's.
+    """Return credentials that use the current certificate files for each new connection. With a
+    `ca`, clients need a certificate from that CA. gRPC calls `on_handshake` for each new
+    connection, in a thread of its own.
     """
     first, version = certificates.current()
     used = [version]
 
-    # gRPC calls it in a thread of its own, before each handshake.
+    # gRPC calls `fetch` in a thread of its own, before each handshake.
     def fetch() -> grpc.ServerCertificateConfiguration | None:
         on_handshake()
         pems, now = certificates.current()
@@ -33,7 +34,9 @@ def server_credentials(
 
 
 def channel_credentials(pems: Pems) -> grpc.ChannelCredentials:
-    """Trusts the `ca`, or what gRPC trusts by default; shows the certificate, if there is one."""
+    """Return credentials that trust the `ca`, or else the CAs that gRPC trusts by default, and that
+    send the client's certificate, if there is one.
+    """
     return grpc.ssl_channel_credentials(pems.ca, pems.key, pems.cert)
 
 

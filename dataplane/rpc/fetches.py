@@ -1,7 +1,7 @@
 """The messages between a node and its fetchers, which read shards into the node's arenas.
 
-Over a Unix SOCK_SEQPACKET pair, one message per packet. Many reads are under way at once; each has
-one end.
+Messages travel over a Unix SOCK_SEQPACKET pair, one message per packet. Many reads are under way at
+once; each read ends with exactly one message.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ class StartFetching(Message, frozen=True):
     """How a fetcher reaches stores. The two arenas are sent with it."""
 
     environment: tuple[bytes, ...]  # NAME=value
-    budget_s: float  # after which a read that always fails is given up
+    budget_s: float  # how long to retry a failing read
     request_timeout_s: float
     log_level: str = "info"
     log_format: str = "text"
-    store: str = ""  # reads will follow: connect to it meanwhile, "s3://bucket"
-    is_policed: bool = False  # check urls, and the addresses that http servers have
-    allowed_urls: tuple[str, ...] = ()  # prefixes; none: every url
-    kept_folder: str = ""  # of blocks on disk; a lock on it is sent, too. "": none
-    tls: PeerTls | None = None  # of connections with neighbours; none: plain text
+    store: str = ""  # connect to this store before the first read, "s3://bucket"; "": do not
+    is_policed: bool = False  # whether to check urls, and the addresses of http servers
+    allowed_urls: tuple[str, ...] = ()  # prefixes of allowed urls; (): every url is allowed
+    kept_folder: str = ""  # folder of blocks on disk, whose lock is sent along; "": no folder
+    tls: PeerTls | None = None  # for connections with neighbours; absent: plain text
 
 
 class ReadTarget(Message, frozen=True):
-    """More bytes of a shard that are read in one request, and where they go. What lies between them
-    and the bytes before is read too, and dropped.
+    """More bytes of a shard that are read in the same request, and where they go. Bytes between two
+    targets are read too, and dropped.
     """
 
     offset: Unsigned  # in the shard
@@ -38,8 +38,9 @@ class ReadTarget(Message, frozen=True):
 
 
 class Neighbour(Message, frozen=True):
-    """The node that owns a block, and which of the block's bytes it is asked for. If it does not
-    send them, the store is read for RAW; DECODED ends with NeighbourGone.
+    """The node that owns a block, and the bytes of the block to request from that node. If the node
+    does not send them, RAW bytes are read from the store, and a read of DECODED bytes ends with
+    NeighbourGone.
     """
 
     address: str  # "host:port" of its data connections
@@ -48,8 +49,8 @@ class Neighbour(Message, frozen=True):
     key: bytes  # 32 bytes, for this generation of the job
     own_id: str  # of this node
     node_id: str  # of the neighbour
-    dataset: bytes  # 16 bytes: digest of the manifest and of how it is read
-    block: Unsigned  # its number in the dataset
+    dataset: bytes  # 16 bytes: digest of the manifest and of the way in which shards are read
+    block: Unsigned  # number of the block within the dataset
     offset: Unsigned  # in the block
     form: BlockForm = BlockForm.RAW
 
@@ -58,41 +59,42 @@ class Neighbour(Message, frozen=True):
 
 
 class ReadRange(Message, frozen=True):
-    """Read bytes of a shard into an arena. With `neighbour`, that node is asked first: if there is
-    something in `more`, for whole blocks, one for each target, from its block on. The fetcher
-    writes into these regions alone, and until it reports the end of the read.
+    """Read bytes of a shard into an arena. With `neighbour`, the bytes are requested from that node
+    first; with `more` too, each target is a whole block, and the blocks are consecutive, starting
+    with the block of `neighbour`. The fetcher writes only into these regions, and only until it
+    reports the end of the read.
     """
 
     number: Unsigned  # chosen by the node, never reused
     url: str
     offset: Unsigned  # in the shard
     etag: str
-    arena_id: Unsigned  # as for workers
+    arena_id: Unsigned  # the same ids as in messages to workers
     into: Region  # in that arena; as long as the range
-    more: tuple[ReadTarget, ...] = ()  # what follows; each lies behind the one before in the shard
+    more: tuple[ReadTarget, ...] = ()  # further targets, in rising order of offsets
     neighbour: Neighbour | None = None
 
     @property
     def targets(self) -> tuple[ReadTarget, ...]:
-        """All that is read, in the order of the shard."""
+        """All targets, in the order of the shard."""
         return (ReadTarget(self.offset, self.into), *self.more)
 
     @property
     def length(self) -> int:
-        """Bytes that are read of the shard, with those between the targets."""
+        """Bytes that are read from the shard, including the bytes between targets."""
         last = self.more[-1] if self.more else ReadTarget(self.offset, self.into)
         return last.offset + last.into.length - self.offset
 
 
 class ReadKept(Message, frozen=True):
-    """Read a block from the node's disk into the block arena. After an error, nothing counts that
-    was written there.
+    """Read a block from the node's disk into the block arena. After an error, the content of `into`
+    is undefined.
     """
 
     number: Unsigned
     dataset: bytes  # 16 bytes, as in Neighbour
     block: Unsigned
-    into: Region  # as long as its pieces, without the shard's preamble
+    into: Region  # as long as the block's pieces, without the shard's preamble
 
     @property
     def length(self) -> int:
@@ -113,7 +115,7 @@ class WriteKept(Message, frozen=True):
     number: Unsigned
     dataset: bytes
     block: Unsigned
-    source: Region  # in the block arena; it stays as it is until the end
+    source: Region  # in the block arena; the bytes do not change before the write has ended
     instead_of: tuple[KeptName, ...] = ()
 
     @property
@@ -123,8 +125,8 @@ class WriteKept(Message, frozen=True):
 
 
 class ScanKept(Message, frozen=True):
-    """List the blocks on disk, in KeptFound messages before its end, and remove what a crash has
-    left. Nothing is written to the disk before.
+    """List the blocks on disk, and remove files that a crash has left. The list is sent in
+    KeptFound messages, before ReadEnded. Nothing is written to the disk before a scan.
     """
 
     number: Unsigned
@@ -136,80 +138,81 @@ class ScanKept(Message, frozen=True):
 
 
 class KeptFound(Message, frozen=True):
-    """Some blocks of one dataset that are on disk, and how many bytes each takes there. Datasets
-    are sent in the order of their last use, the most recently used one last.
+    """Some blocks of one dataset that are on disk, and how many bytes each block takes there.
+    Datasets are sent in the order of their last use, the most recently used dataset last.
     """
 
     dataset: bytes
     blocks: tuple[Unsigned, ...]
-    disk_bytes: tuple[Unsigned, ...]  # what each of them takes
+    disk_bytes: tuple[Unsigned, ...]  # size of each block on disk
 
 
 class ReadEnded(Message, frozen=True):
-    """An order has ended: its memory is no longer read or written. If `ends` is not empty, it
-    has the neighbour's answer for each target (as for a run of blocks, see neighbours/wire.py),
-    and nothing else was read. If it is empty and there is no error, all bytes are there.
+    """An order has ended: its memory is no longer read or written. If `ends` is empty and there is
+    no error, all bytes were read or written. If `ends` is not empty, it has the neighbour's answer
+    for each target (see `ends` in neighbours/wire.py), and only the targets that the neighbour gave
+    were read.
     """
 
     number: Unsigned
-    error: DataplaneError | None = None  # absent: all bytes are there
+    error: DataplaneError | None = None
     took_s: float = 0.0  # from the start of the read to its end
     cpu_s: float = 0.0  # processor time of the fetcher since its start
-    hedged_bytes: Unsigned = 0  # read from the store besides, because the read was late
+    hedged_bytes: Unsigned = 0  # read a second time from the store, because the read was late
     neighbour_bytes: Unsigned = 0  # sent by the neighbour
     disk_bytes: Unsigned = 0  # read from the disk
-    store_bytes: Unsigned = 0  # read from the store, but those of `hedged_bytes`
+    store_bytes: Unsigned = 0  # read from the store, without `hedged_bytes`
     ends: tuple[Unsigned, ...] = ()
 
 
 class HeldDecoded(Message, frozen=True):
-    """The end of a read that has read nothing: the neighbour has only the decoded block."""
+    """The end of a read without bytes: the neighbour has only the decoded block of this length."""
 
     length: Unsigned
 
 
 class PartlyGiven(Message, frozen=True):
-    """The end of a read of several blocks that has read those that the neighbour gave."""
+    """The end of a read of several blocks: only the blocks that the neighbour gave were read."""
 
     ends: tuple[Unsigned, ...]
 
 
 class NeighbourGave(Message, frozen=True):
-    """The end of a read: all bytes are there, and so many of them are from a neighbour."""
+    """The end of a read of all bytes, `length` of which were sent by a neighbour."""
 
     length: Unsigned
 
 
 Outcome = DataplaneError | HeldDecoded | PartlyGiven | NeighbourGave | None
-"""How an order has ended; None: all bytes are there, and none of them are from a neighbour."""
+"""How an order has ended; None: all bytes are there, and no byte was sent by a neighbour."""
 
 
 class StoreSeen(Message, frozen=True):
     """An outage of a store, as a fetcher sees it."""
 
-    store: str  # its url, without secrets
-    since: float  # seconds since 1970, as the other times
+    store: str  # url of the store, without secrets
+    since: float  # start of the outage, in seconds since 1970, like the other times
     error: str
-    asked: float  # the last request that failed
-    until: float = 0.0  # 0 while it does not answer
+    asked: float  # time of the last failed request
+    until: float = 0.0  # end of the outage; 0 while the store does not answer
 
 
 class StoreCounted(Message, frozen=True):
-    """Requests of this fetcher to a store since its last such message."""
+    """Requests of this fetcher to a store since its previous StoreCounted."""
 
-    store: str  # its url, without secrets
+    store: str  # url of the store, without secrets
     counts: RequestCounts
 
 
 class ShardTrouble(Message, frozen=True):
-    """Why reads of a shard are delayed; no error if they no longer are."""
+    """The error that delays reads of a shard."""
 
     url: str
-    error: DataplaneError | None = None  # absent: they no longer are
+    error: DataplaneError | None = None  # absent: the reads are no longer delayed
 
 
 class ShardPlace(Message, frozen=True):
-    """A range of a shard, as it was listed."""
+    """A range of a listed shard."""
 
     url: str
     etag: str
@@ -217,21 +220,21 @@ class ShardPlace(Message, frozen=True):
 
 
 class ReadParts(Message, frozen=True):
-    """Read ranges of shards, which are being indexed, and send the bytes."""
+    """Read ranges of shards that are being indexed, and send the bytes."""
 
     number: Unsigned  # chosen by the node, never reused
     places: tuple[ShardPlace, ...]
 
 
 class PartsRead(Message, frozen=True):
-    """The bytes of each range; absent if it could not be read within the budget."""
+    """The bytes of each range; None if the range could not be read within the budget."""
 
     number: Unsigned
     contents: tuple[bytes | None, ...]
 
 
 class SlabMaker(Message, frozen=True):
-    """A node that makes slabs for this one, and the key with which the two know each other."""
+    """A node that makes slabs for this node, and the key for connections between the two."""
 
     address: str  # "host:port" of its data connections
     job_id: str
@@ -245,47 +248,47 @@ class SlabMaker(Message, frozen=True):
 
 
 class ReadSlab(Message, frozen=True):
-    """Have a maker make a slab, and read it into an arena; `request` and `request_opening` are
-    encoded MakeSlabs. If it is late, `hedge` is asked too, and the first whole answer counts.
+    """Have a maker make a slab, and read the slab into an arena. If the maker is late, `hedge` gets
+    the same request, and the first complete answer is used.
     """
 
     number: Unsigned  # chosen by the node, never reused
     maker: SlabMaker
-    hedge: SlabMaker | None  # absent: there is no other
+    hedge: SlabMaker | None  # absent: there is no other maker
     request: bytes  # an encoded MakeSlab, without `opening`
     request_opening: bytes  # the same with `opening`
-    arena_id: Unsigned  # that was attached before
+    arena_id: Unsigned  # an arena of AttachDelivery
     into: Region  # the room for the slab
 
 
 class EndSlab(Message, frozen=True):
-    """End a ReadSlab: its makers are silent, and others make the slab."""
+    """End a ReadSlab whose makers do not answer: the slab will be made elsewhere."""
 
     number: Unsigned
 
 
 class SlabRead(Message, frozen=True):
-    """The end of a ReadSlab: its memory is no longer written. The maker of this name has sent
-    `length` bytes, and an encoded Assembled as a note.
+    """The end of a ReadSlab: its memory is no longer written. The maker `node_id` has sent a slab
+    of `length` bytes, and a note.
     """
 
     number: Unsigned
-    error: DataplaneError | None = None  # NeighbourGone: no maker sent it
+    error: DataplaneError | None = None  # NeighbourGone: no maker has sent the slab
     note: bytes = b""  # an encoded Assembled
     length: Unsigned = 0  # of the slab
     took_s: float = 0.0
-    node_id: str = ""  # of the maker that sent it
+    node_id: str = ""  # of the maker that sent the slab
     cpu_s: float = 0.0  # processor time of the fetcher since its start
 
 
 class AttachDelivery(Message, frozen=True):
-    """Slabs will be read into this delivery arena; its descriptor is sent along."""
+    """Attach a delivery arena, into which slabs will be read. Its descriptor is sent along."""
 
     arena_id: Unsigned
 
 
 class DetachDelivery(Message, frozen=True):
-    """No more slabs will."""
+    """Detach a delivery arena: no more slabs will be read into it."""
 
     arena_id: Unsigned
 

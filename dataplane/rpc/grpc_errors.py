@@ -1,7 +1,7 @@
-"""Our errors as gRPC statuses and back.
+"""Conversion of our errors to gRPC statuses and back.
 
-The status code is for proxies, dashboards and other people's clients; our own read the Error
-message in the trailing metadata, which has class, message and nouns.
+The status code is for proxies, dashboards and other people's clients. Our own clients read the
+Error message in the trailing metadata, which has class, message and nouns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from dataplane.rpc.v1 import types_pb2
 
 ERROR_KEY = "dataplane-error-bin"
 
-# gRPC drops trailing metadata over 8 KiB, and the whole error with it; -bin values grow by a third.
+# Keep errors small: gRPC drops trailing metadata over 8 KiB, which loses the whole error. On the
+# wire, values of "-bin" keys grow by a third.
 _ERROR_BYTES_MAX = 4096
 _DETAILS_LENGTH_MAX = 512
 _NOUNS_MAX = 8
@@ -28,7 +29,8 @@ _CONNECTING, _HUNG_UP = "failed to connect", ("Socket closed", "Connection reset
 _NOT_TRUSTED = "CERTIFICATE_VERIFY_FAILED"
 _NOT_AT_THIS_TIME = ("certificate has expired", "certificate is not yet valid")
 
-# The nearest class counts: a LeaseFenced is looked up, then LeaseError, then the root.
+# The code of an error is that of its nearest listed base class: for a LeaseFenced, which is not
+# listed, the code of LeaseError.
 _CODES: dict[type[DataplaneError], grpc.StatusCode] = {
     errors.ConfigError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.AccessDenied: grpc.StatusCode.PERMISSION_DENIED,
@@ -48,12 +50,12 @@ _CODES: dict[type[DataplaneError], grpc.StatusCode] = {
 
 
 def code_of(error: DataplaneError) -> grpc.StatusCode:
-    """The status code with which an error is sent."""
+    """Return the status code with which an error is sent."""
     return next(_CODES[cls] for cls in type(error).__mro__ if cls in _CODES)
 
 
 def trailer_of(error: DataplaneError) -> tuple[tuple[str, bytes], ...]:
-    """The trailing metadata with which an error is sent, cut to the size limit of headers."""
+    """Return the trailing metadata of an error, cut to the size limit of headers."""
     wire = error_to_proto(error).SerializeToString()
     for length in (1024, 256, 32):
         if len(wire) > _ERROR_BYTES_MAX:
@@ -62,12 +64,14 @@ def trailer_of(error: DataplaneError) -> tuple[tuple[str, bytes], ...]:
 
 
 def details_of(error: DataplaneError) -> str:
-    """One line for clients that do not read the trailing metadata."""
+    """Return one line for clients that do not read the trailing metadata."""
     return f"{type(error).__name__}: {_short(str(error), _DETAILS_LENGTH_MAX)}"
 
 
 def error_of(failure: grpc.aio.AioRpcError, peer: str) -> DataplaneError:
-    """The error behind a failed call: the peer's own error, or one for the failed connection."""
+    """Return the error behind a failed call: the error that the peer sent, or an error about the
+    connection.
+    """
     sent = _sent(failure.trailing_metadata() or ())
     if sent is not None:
         return sent

@@ -1,6 +1,6 @@
-"""Checks every call that reaches a gRPC server over TCP, before its message is parsed.
+"""The check of every call that reaches a gRPC server over TCP, before its message is parsed.
 
-One line of the log for each refusal: peer, call and reason, never the token.
+Each refusal is one line of the log, with peer, call and reason, but never the token.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _Continue = Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Lets a call through if its token is known and may make it. `calls` are those of the server,
+    """Let a call through if its token is known and allows the call. `calls` has the server's calls
     by path.
     """
 
@@ -86,8 +86,8 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         answer: Answer,
         context: Context,
     ) -> Any:
-        """Looks at the certificate, which gRPC has verified, before it receives the message, and
-        then at who speaks, and at what the message asks for.
+        """Check the certificate, which gRPC has verified; then receive the message, and check its
+        sender and its content; then answer.
         """
         why = self._unknown(context)
         if why:
@@ -103,7 +103,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             return _of_datasets(answered, caller.datasets)
 
     def _unknown(self, context: Context) -> str:
-        """Why a peer with this certificate is refused, or ""."""
+        """Return why a peer with this certificate is refused; "" if it is not."""
         if not self._security.peers:
             return ""
         uris = [one.decode() for one in context.auth_context().get("peer_uri", ())]
@@ -112,7 +112,9 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         return f"its certificate is for {', '.join(uris) or 'no URI'}, not in tls_peers"
 
     def _refusing(self, path: str, why: str, code: grpc.StatusCode) -> grpc.RpcMethodHandler:
-        """Answers without receiving the message: nobody asks for the first one of the stream."""
+        """Return a handler that refuses a call without receiving its message. To gRPC the call is a
+        stream of messages, so nothing is received before the handler reads from the stream.
+        """
 
         async def refuse(_: object, context: Context) -> None:
             await _refuse(context, path, why, code)
@@ -131,9 +133,9 @@ async def _refuse(context: Context, path: str, why: str, code: grpc.StatusCode) 
 
 
 def _another(request: Any, secret: str | bytes | None) -> str:
-    """Why the sender of a message is not the node that it names, or "".
+    """Return why the sender of a message is not the node that the message names; "" if it is.
 
-    A node's secret is in a header of its own, never in a message.
+    A node's secret is sent in a header, never in a message.
     """
     match request:
         case RegisterNodeRequest() | JoinRequest() | LeaveRequest() | ShareManifestRequest():
@@ -150,7 +152,9 @@ def _another(request: Any, secret: str | bytes | None) -> str:
 
 
 def _outside(request: Any, caller: Caller, allowed_urls: tuple[str, ...]) -> str:
-    """The request in a message that its caller's token or the coordinator does not allow, or ""."""
+    """Return what in a message the caller's token or the coordinator does not allow; "" if
+    everything is allowed.
+    """
     if caller.job:
         for job in _jobs(request):
             if job != caller.job:
@@ -168,7 +172,7 @@ def _outside(request: Any, caller: Caller, allowed_urls: tuple[str, ...]) -> str
 
 
 def _jobs(request: Any) -> Iterable[str]:
-    """The jobs that a message is about; those of RegisterNode: none."""
+    """Return the jobs that a message names; a RegisterNodeRequest names no job."""
     if isinstance(request, HeartbeatRequest):
         known = [one.job_id for one in request.known]
         return [*known, *(one.job_id for one in request.members)]
@@ -182,7 +186,8 @@ def _of_caller(request: Any, caller: Caller) -> Any:
     ask it for blocks that it cannot give.
     """
     if isinstance(request, ChangeRequest):
-        # What the sender calls himself is no proof: the log and the ledger say so.
+        # Mark the name that the sender claims as unproved in the log and the ledger: the holder of
+        # a shared token may claim any name.
         name, claimed = caller.subject, request.by[: NAME_LENGTH_MAX - len(_UNPROVED)]
         return replace(request, by=claimed + _UNPROVED if name is None else name or _NAMELESS)
     if isinstance(request, HeartbeatRequest):
@@ -196,8 +201,8 @@ def _of_caller(request: Any, caller: Caller) -> Any:
 
 
 def _of_datasets(answer: Any, prefixes: tuple[str, ...]) -> Any:
-    """The answer for a caller that may read only what is under these prefixes: with a key only if
-    nodes lend nothing else for it.
+    """Return the answer for a caller that may read only urls under these prefixes: with the key of
+    a job only if nodes that use this key lend nothing else.
     """
 
     def is_told(nodes: JobNodes | None) -> bool:

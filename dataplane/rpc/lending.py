@@ -1,9 +1,9 @@
 """The messages between a node and its lender, the process that sends blocks to neighbours.
 
-Over a Unix SOCK_SEQPACKET pair, one message per packet; a Request also crosses the network, in a
-frame (neighbours/wire.py). The node answers each Asked with one Give, GiveDecodedOnly or Refuse;
-each Give is followed by one Given. The lender may end at any moment: then all of its numbers are
-over.
+Messages travel over a Unix SOCK_SEQPACKET pair, one message per packet; a Request also crosses the
+network, in a frame (neighbours/wire.py). The node answers each Asked with one Give, GiveDecodedOnly
+or Refuse. The lender answers each Give with one Given. The lender may end at any moment, which ends
+all of its requests.
 """
 
 from __future__ import annotations
@@ -14,66 +14,68 @@ from dataplane.rpc.codec import Message
 from dataplane.rpc.messages import OpenJob
 
 NO_DATASET = bytes(16)
-"""The dataset of a slab, and of a manifest, which is requested like the bytes of a raw block."""
+"""The `dataset` of a Request for a slab or a manifest. The bytes of a manifest are requested like
+those of a raw block.
+"""
 
 
 class StepRange(Message, frozen=True):
-    """So many steps of a stream, from this one on."""
+    """`count` steps of a stream, from step `first` on."""
 
     first: Unsigned
     count: Unsigned
 
 
 class MakeSlab(Message, frozen=True):
-    """Make the slab of these steps of a stream; those in `coming` will be asked for next. The slab
-    depends on nothing else than what is said here, so it may be asked for any number of times, and
-    of several makers.
+    """Make the slab of these steps of a stream. The slab depends only on this message, so the same
+    slab may be requested any number of times, and from several makers.
 
-    The note that comes with the answer is an encoded tasks.Result. Its body is an Assembled, which
-    describes the slab; with `batch_count` 0 and without a slab, if the asker has too little room
-    for the first batch. Or it is the error for which the slab cannot be made from its data.
+    The answer has a note, which is an encoded tasks.Result. Its body is an Assembled that describes
+    the slab; or, if the data are bad and no slab can be made from them, the error. If the slot is
+    too small for the first batch, `batch_count` is 0 and no slab is sent.
     """
 
     digest: str  # of the spec
-    stream: Stream  # its steps count from where it begins
-    steps: StepRange
-    slot_bytes: Unsigned  # of the slot it goes to: the maker uses equal ones
-    software: str = ""  # that decodes images, and hashes of the code of functions; "": none
-    coming: tuple[StepRange, ...] = ()  # what the same maker will be asked for next
+    stream: Stream
+    steps: StepRange  # counted from the start of the stream
+    slot_bytes: Unsigned  # size of the asker's slots, which is also the size of the maker's slots
+    software: str = ""  # the software that decodes images, and hashes of functions; "": neither
+    coming: tuple[StepRange, ...] = ()  # steps that the same maker will be asked for next
     opening: OpenJob | None = None  # sent to a maker that does not know the job
 
 
 class LendingKeys(Message, frozen=True):
-    """The key of a job's newest generation; b"" if the job has left this node. For it is lent only
-    what is `only_under` these urls; () for everything. Connections that older generations have
-    opened are closed.
+    """The key of a job's newest generation. The lender closes connections that were opened with the
+    key of an older generation.
     """
 
     job_id: str
     generation: Unsigned
-    key: bytes  # 32 bytes; none: the job has left this node
-    only_under: tuple[str, ...] = ()
+    key: bytes  # 32 bytes; b"": the job has left this node
+    only_under: tuple[str, ...] = ()  # url prefixes of the data that may be lent; (): all data
 
     def __repr__(self) -> str:
         return f"LendingKeys({self.job_id!r}, {self.generation})"  # no key
 
 
 class StartLending(Message, frozen=True):
-    """Who lends. The block arena and the listening socket are sent with it."""
+    """Start lending. The block arena and the listening socket are sent along."""
 
-    node_id: str  # whom neighbours must ask for
-    first_number: Unsigned = 1  # of what is asked: larger than those of lenders before
+    node_id: str  # the lender accepts only connections to this node id
+    first_number: Unsigned = 1  # number of the first Asked; larger than all of earlier lenders
     log_level: str = "info"
     log_format: str = "text"
     keys: tuple[LendingKeys, ...] = ()  # known before the first neighbour is let in
-    tls: PeerTls | None = None  # of all connections; none: plain text
+    tls: PeerTls | None = None  # for all connections; absent: plain text
 
 
 class Request(Message, frozen=True):
-    """Bytes [offset, offset + length) of a block in this form. With a `count` of more than 1: so
-    many whole blocks of form RAW from `block` on, which the dataset has one after the other and
-    which have `length` bytes together. Of NO_DATASET: bytes of a manifest. SLAB: a slab of at most
-    `length` bytes, described in `slab`, an encoded MakeSlab.
+    """A request of a neighbour, which depends on `form`, `count` and `dataset`.
+
+    RAW or DECODED, with a `count` of 1: bytes [offset, offset + length) of a block in this form.
+    RAW, with a larger `count`: this many consecutive whole blocks from `block` on, of `length`
+    bytes together. RAW, of NO_DATASET: bytes of a manifest. SLAB: a slab of at most `length` bytes,
+    which `slab` describes, an encoded MakeSlab.
     """
 
     number: Unsigned
@@ -87,61 +89,61 @@ class Request(Message, frozen=True):
 
 
 class Asked(Message, frozen=True):
-    """A neighbour sends this request. It gets only what is `only_under` these urls, as the key says
-    with which its connection was opened. The blocks of a run have the numbers from `number` on.
+    """A neighbour has sent this request. The blocks of a run have consecutive numbers, starting
+    with `number`.
     """
 
     number: Unsigned
     job_id: str
-    node_id: str  # who asks
+    node_id: str  # of the neighbour
     request: Request
-    only_under: tuple[str, ...] = ()
+    only_under: tuple[str, ...] = ()  # as in LendingKeys, for the key of the connection
 
 
 class Give(Message, frozen=True):
-    """Send this region of an arena, and those of `more`, after the note. They stay as they are
-    until Given.
+    """Send the note, this region of an arena, and the regions in `more`. The node does not change
+    the regions before it receives Given.
     """
 
     number: Unsigned
-    region: Region  # as long as was asked for; of a slab at most so long, or empty
-    arena_id: Unsigned = 0  # 0: the block arena; otherwise one that was lent before
-    note: bytes = b""  # of a slab: a Result
-    more: tuple[Region, ...] = ()  # of the same arena; sent after it
+    region: Region  # as long as requested; for a slab it may be shorter, or empty
+    arena_id: Unsigned = 0  # 0: the block arena; otherwise an arena of LendArena
+    note: bytes = b""  # for a slab: an encoded Result
+    more: tuple[Region, ...] = ()  # further regions of the same arena
     ends: tuple[Unsigned, ...] = ()  # one for each block of a run
 
 
 class GiveDecodedOnly(Message, frozen=True):
-    """Say that there is only the decoded block, of this length."""
+    """Answer that this node has only the decoded block, of this length."""
 
     number: Unsigned
     length: Unsigned
 
 
 class Refuse(Message, frozen=True):
-    """Say no; `is_unknown`: since the job of the slab is not open here."""
+    """Refuse the request."""
 
     number: Unsigned
-    is_unknown: bool = False  # ask again with `opening`
+    is_unknown: bool = False  # the slab's job is not open here: the asker may retry with `opening`
 
 
 class LendArena(Message, frozen=True):
-    """Regions of this arena may be given; its descriptor is sent along."""
+    """Attach an arena, regions of which may be given. Its descriptor is sent along."""
 
     arena_id: Unsigned
 
 
 class ReturnArena(Message, frozen=True):
-    """No region of this arena will be given any more."""
+    """Detach an arena: no more regions of it will be given."""
 
     arena_id: Unsigned
 
 
 class Given(Message, frozen=True):
-    """The region is no longer read. `sent_bytes` have reached the neighbour: all or none."""
+    """The lender no longer reads the regions of a Give."""
 
     number: Unsigned
-    sent_bytes: Unsigned = 0  # that the neighbour has received; 0 if not all of them
+    sent_bytes: Unsigned = 0  # bytes that the neighbour has received; 0 unless all have arrived
 
 
 ToLenderBody = (

@@ -1,7 +1,7 @@
 """Unix SOCK_SEQPACKET sockets: one message per packet, with its file descriptors.
 
-Used between trainer and node and between node and worker. No gRPC here: a training process links
-this module.
+Used between trainer and node and between node and worker. This module does not use gRPC, since
+training processes import it.
 
 A message too large for a packet (very wide tables have such messages) is sent in a sealed memfd:
 the packet gives its size, and carries the memfd after the message's own descriptors. Such a packet
@@ -38,10 +38,10 @@ _SEALS = 0x0001 | 0x0002 | 0x0004 | 0x0008  # SEAL, SHRINK, GROW, WRITE
 
 
 def send(sock: socket.socket, value: object, descriptors: tuple[int, ...] = ()) -> None:
-    """One message, with the file descriptors that belong to it.
+    """Send one message, with the file descriptors that belong to it.
 
     Raises:  PeerLost: the other side is gone.  ConfigError: the message is too large.
-    BlockingIOError: the socket does not wait and has no room.
+    BlockingIOError: the socket is non-blocking and has no room.
     """
     send_encoded(sock, encode(value), descriptors)
 
@@ -77,7 +77,7 @@ def _send_packet(sock: socket.socket, wire: bytes, descriptors: tuple[int, ...])
 
 
 def _sealed(wire: bytes) -> int:
-    """A sealed memfd with this content."""
+    """Return a sealed memfd with this content."""
     try:
         fd = os.memfd_create("dataplane-message", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
@@ -94,21 +94,21 @@ def _sealed(wire: bytes) -> int:
 
 
 class Packet:
-    """A packet of a socket, and the descriptors that came with it: closed with it, unless a message
-    was read from it.
+    """A received packet, and the descriptors that came with it. `close` closes the descriptors,
+    unless `read` has handed them to the caller.
     """
 
     def __init__(self, wire: bytes, fds: array.array[int]) -> None:
         self._wire, self._fds = wire, fds
 
     def is_longer(self, length: int) -> bool:
-        """Whether the message in it may have more bytes than this."""
+        """Return whether the packet's message may have more bytes than `length`."""
         return len(self._wire) > length or self._wire[0] == _LARGE
 
     def read(self, cls: type[T], values_max: float = math.inf) -> tuple[T, tuple[int, ...]]:
-        """The message, and its descriptors, which the caller owns.
+        """Return the message and its descriptors, which the caller owns.
 
-        Raises:  DataplaneError: it is none, or its lists are too long.
+        Raises:  DataplaneError: the packet is not such a message, or its lists are too long.
         """
         fds, self._fds = self._fds, array.array("i")
         try:
@@ -121,16 +121,16 @@ class Packet:
             raise
 
     def close(self) -> None:
-        """Drop it. May be called twice."""
+        """Drop the packet, and close its descriptors. May be called twice."""
         while self._fds:
             os.close(self._fds.pop())
 
 
 def receive_packet(sock: socket.socket) -> Packet:
-    """The next packet.
+    """Receive the next packet.
 
     Raises:  PeerLost: the other side is gone.  TimeoutError: the socket's timeout passed.
-    BlockingIOError: the socket does not wait and has nothing.  ConfigError: it is cut off.
+    BlockingIOError: the socket is non-blocking and empty.  ConfigError: the packet is cut off.
     """
     room = socket.CMSG_SPACE(_DESCRIPTORS_MAX * 4)
     try:
@@ -154,19 +154,19 @@ def receive_packet(sock: socket.socket) -> Packet:
 
 
 def receive(sock: socket.socket, cls: type[T]) -> tuple[T, tuple[int, ...]]:
-    """The next message and its file descriptors, which the caller owns.
+    """Receive the next message and its file descriptors, which the caller owns.
 
-    Raises:  As `receive_packet`, and ConfigError: it is no message.
+    Raises:  as `receive_packet`, and ConfigError: the packet is not such a message.
     """
     return receive_packet(sock).read(cls)
 
 
 def last_messages(sock: socket.socket, cls: type[T], bytes_max: int) -> Iterator[T]:
-    """The messages left in the socket of a peer that is gone, without their file descriptors and
-    without those that are longer.
+    """Yield the messages left in the socket of a peer that is gone. File descriptors are closed,
+    and messages of more than `bytes_max` bytes are dropped.
 
-    The kernel reports the end before them: a send fails at once, and so does the first receive if
-    the peer left something unread.
+    The kernel may report the end of the connection before these messages: a send fails at once, and
+    so does the first receive if the peer left something unread.
     """
     ends = 0
     for _ in range(_LAST_MESSAGES_MAX):
@@ -178,7 +178,7 @@ def last_messages(sock: socket.socket, cls: type[T], bytes_max: int) -> Iterator
             message, descriptors = packet.read(cls)
         except (BlockingIOError, DataplaneError):
             ends += 1
-            if ends > 1:  # after all messages
+            if ends > 1:  # only the second error means that no messages are left
                 return
             continue
         for fd in descriptors:
@@ -187,17 +187,17 @@ def last_messages(sock: socket.socket, cls: type[T], bytes_max: int) -> Iterator
 
 
 def _large(packet: bytes, fds: array.array[int]) -> bytes:
-    """The message in the last descriptor, which is removed from the list.
+    """Return the message in the memfd of the last descriptor, which is removed from `fds`.
 
-    Raises:  ConfigError: it is not a sealed memfd of that size. Other files are refused, since only
-    a sealed memfd never blocks a read and never changes.
+    Raises:  ConfigError: the descriptor is not a sealed memfd of the size that the packet gives.
+    Other files are refused, since only a sealed memfd never blocks a read and never changes.
     """
     if len(packet) != _LARGE_PACKET.size or not fds:
         raise ConfigError("a large message came without its memory")
     fd, size = fds.pop(), _LARGE_PACKET.unpack(packet)[1]
     try:
         seals = 0
-        with contextlib.suppress(OSError):  # no memfd at all
+        with contextlib.suppress(OSError):  # the descriptor is not a memfd
             seals = fcntl.fcntl(fd, _F_GET_SEALS)
         if seals & _SEALS != _SEALS or os.fstat(fd).st_size != size or size > MESSAGE_BYTES_MAX:
             raise ConfigError(

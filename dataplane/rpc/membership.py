@@ -1,8 +1,8 @@
 """Requests of nodes and commands to a coordinator, and its answers.
 
-Frozen values, used outside this package instead of protobuf classes. Names and fields equal those
-of proto/dataplane/rpc/v1/coordinator.proto, whose comments are the specification; a test compares
-the two. Repeated fields are tuples, an absent optional is None.
+All are frozen values, used outside this package instead of protobuf classes. Their names and fields
+are those of proto/dataplane/rpc/v1/coordinator.proto, whose comments are the specification; a test
+compares the two. Repeated fields are tuples, an absent optional field is None.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from dataplane.rpc.sharing import NodeWork
 
 
 class RegisterNodeRequest(Struct, frozen=True):
-    """Registers a node, which other nodes reach at `data_address`, if it has one. `worker_count` is
-    the most workers that it may have. `only_job` is the only job that its token allows, "" for any;
-    the coordinator sets it when it checks the token, and `only_under`, the prefixes of urls that
-    its token allows, () for all. `disk_id` identifies the disk on which the node keeps blocks, ""
-    without one.
+    """Register a node, which other nodes reach at `data_address`, if it has one. `worker_count` is
+    the maximum number of its workers. `disk_id` identifies the disk on which the node keeps blocks;
+    "" if it keeps none.
+
+    The coordinator sets two fields when it checks the node's token: `only_job` is the only job that
+    the token allows, "" for any job; `only_under` are the url prefixes that the token allows, ()
+    for all urls.
     """
 
     node_id: str
@@ -39,14 +41,14 @@ class RegisterNodeRequest(Struct, frozen=True):
 
 
 class RegisterNodeResponse(Struct, frozen=True):
-    """The duration of a lease, and which start of the coordinator answered."""
+    """The duration of a lease, and the id of the answering coordinator, new after every start."""
 
     lease_s: float
     coordinator_id: str
 
 
 class JoinRequest(Struct, frozen=True):
-    """A rank takes its place in a job."""
+    """Take the place of a rank in a job."""
 
     job_id: str
     dataset: str
@@ -63,9 +65,9 @@ class JoinRequest(Struct, frozen=True):
 
 
 class NeighbourNode(Struct, frozen=True):
-    """A node that lends its blocks to the other nodes of a job. `worker_count` is more than 0 if it
-    makes slabs for them, too, and has no members of its own. With a `disk_id`, it owns blocks by
-    that name.
+    """A node that lends its blocks to the other nodes of a job. A maker, which makes slabs for
+    these nodes and has no members of its own, has a `worker_count` of more than 0. Blocks are
+    assigned to a node by its `disk_id`, if it has one, and otherwise by its `node_id`.
     """
 
     node_id: str
@@ -76,9 +78,10 @@ class NeighbourNode(Struct, frozen=True):
 
 
 class JobNodes(Struct, frozen=True):
-    """The nodes of a job that lend each other blocks, then its makers, and the key with which they
-    know each other, which is in no log: not in a repr either. With this key nodes lend only what is
-    `only_under` these urls; () for all.
+    """The nodes of a job that lend each other blocks, then the job's makers, and the key for
+    connections between these nodes. The key is secret, and therefore not in the repr. For
+    connections with this key, nodes lend only data whose urls are `only_under` these prefixes; ()
+    for all data.
     """
 
     job_id: str
@@ -96,16 +99,16 @@ class JobNodes(Struct, frozen=True):
 
 
 class KnownNodes(Struct, frozen=True):
-    """Which JobNodes of a job a node has."""
+    """The version of the JobNodes that a node has of a job."""
 
     job_id: str
     version: int
 
 
 class JoinResponse(Struct, frozen=True):
-    """The place was taken. `nodes`: None if the node has other members in this job, so that it has
-    been told, or if it is too early to tell. `entries` are the changes of the launch. `mark` is the
-    last entry of the ledger when the generation began, and `marks` are the last ones now.
+    """The rank has its place. `nodes` is None if the node already has other members in this job, or
+    if it is too early; heartbeats then bring the nodes. `entries` are the changes of the launch.
+    `mark` is the ledger's last entry when the generation began, `marks` are the last entries now.
     `is_complete`: no dp rank of the launch is missing.
     """
 
@@ -119,13 +122,13 @@ class JoinResponse(Struct, frozen=True):
 
     @property
     def knows_all_nodes(self) -> bool:
-        """Whether `nodes` has those of all ranks of the launch."""
+        """Whether `nodes` has the nodes of all ranks of the launch."""
         return self.is_complete and self.nodes is not None
 
 
 class MixProposal(Struct, frozen=True):
-    """Somebody wants other weights of a mixture: `at` a place, or as soon as possible. Each source
-    has one.
+    """A proposal of other weights of a mixture, one per source, from the place `at` on; without a
+    place, as soon as possible.
     """
 
     request: str
@@ -135,9 +138,9 @@ class MixProposal(Struct, frozen=True):
 
 
 class MixPromise(Struct, frozen=True):
-    """The answer to a proposal: nothing beyond this place is read before it is decided. `is_late`:
-    something beyond the place that was asked for has been. `refusal`: why it cannot follow, "" if
-    it can.
+    """A rank's answer to a proposal: the rank reads nothing beyond `position` before the proposal
+    is decided. `is_late`: the rank has already read beyond the proposed place. `refusal`: why the
+    rank cannot use the weights, "" if it can.
     """
 
     request: str
@@ -147,10 +150,11 @@ class MixPromise(Struct, frozen=True):
 
 
 class MemberProgress(Struct, frozen=True):
-    """The progress of one rank, from where it `began`: None until it has. `mix` are the weights
-    of its last stream over a mixture, which began at `mix_from`. `promise` is its answer to the
-    present proposal of others, and `known_entry` the last entry of such that its node knows.
-    `replaced` are rows of the job that have others in their places, as its node has found them.
+    """The progress of one rank. `began` is the place where the rank began to read, None before
+    that. `mix` are the weights of its last stream over a mixture, which began at `mix_from`.
+    `promise` is its answer to the present proposal of other weights, and `known_entry` the last
+    ledger entry of other weights that its node knows. `replaced` are rows of the job that were
+    replaced by other rows, as far as its node has found them.
     """
 
     job_id: str
@@ -178,10 +182,13 @@ class StoreOutage(Struct, frozen=True):
 
 
 class NodeReads(Struct, frozen=True):
-    """Where a node's blocks have come from: object stores (with how many fetchers now, and how much
-    was asked for a second time, since the first answer was late), neighbours, memory, where another
-    stream or epoch had left them, and its own disk. And how much it has sent to neighbours: blocks,
-    and the slabs that it has made for them.
+    """The bytes that a node has received and sent since it started.
+
+    It has received blocks from object stores (`read_bytes`; `hedged_bytes` of these were requested
+    a second time, since the first answer was late), from neighbours, and from its own disk.
+    `memory_bytes` were already in memory, where another stream or epoch had left them. It has sent
+    `lent_bytes` of blocks and slabs to neighbours, and made `made_slabs` of `made_bytes` for other
+    nodes. `fetchers` is the present number of fetchers.
     """
 
     fetchers: int = 0
@@ -197,7 +204,7 @@ class NodeReads(Struct, frozen=True):
 
 class HeldBlocks(Struct, frozen=True):
     """The memory allocated for a node's blocks, and the bytes of its `disk_blocks` files on disk,
-    each with its limit. A limit of 0: the node has no disk for blocks.
+    each with its limit. A `disk_limit_bytes` of 0: the node keeps no blocks on disk.
     """
 
     memory_bytes: int = 0
@@ -208,9 +215,9 @@ class HeldBlocks(Struct, frozen=True):
 
 
 class HeartbeatRequest(Struct, frozen=True):
-    """A node renews all of its members, and reports the stores it waits for, how often and how long
-    its event loop was held, and which nodes of its jobs it knows. If it `is_short`, it wants slabs
-    from elsewhere.
+    """Renew all members of a node, and report the stores that the node waits for, how often and how
+    long its event loop was held, and the nodes of its jobs that it knows. A node that `is_short` of
+    workers wants other nodes to make slabs.
     """
 
     node: RegisterNodeRequest
@@ -227,7 +234,7 @@ class HeartbeatRequest(Struct, frozen=True):
 
 class MemberVerdict(Struct, frozen=True):
     """The coordinator's verdict on one member, with the present `proposal` of other weights, and
-    the `entries` of those that its node does not know.
+    the ledger `entries` of other weights that the member's node does not know.
     """
 
     member_id: str
@@ -240,8 +247,8 @@ class MemberVerdict(Struct, frozen=True):
 
 
 class HeartbeatResponse(Struct, frozen=True):
-    """One verdict a member; the nodes of those jobs where they differ from what was known; and the
-    known jobs that this node has `left`: it has no members of them, and makes nothing for them.
+    """One verdict per member; the nodes of each job that differ from the nodes that were known; and
+    the known jobs that the node has `left`: it has no members of them, and is not their maker.
     """
 
     verdicts: tuple[MemberVerdict, ...] = ()
@@ -250,8 +257,8 @@ class HeartbeatResponse(Struct, frozen=True):
 
 
 class LeaveRequest(Struct, frozen=True):
-    """A rank left: on purpose, or `lost` because its process ended. `progress` is its last
-    progress, if its node knows it. `node_id` is the node that says so.
+    """Report that a rank left: on purpose, or `lost` because its process ended. `progress` is the
+    rank's last progress, if known. `node_id` is the reporting node.
     """
 
     job_id: str
@@ -266,7 +273,7 @@ class LeaveResponse(Struct, frozen=True):
 
 
 class StatusRequest(Struct, frozen=True):
-    """Which job; "" for all."""
+    """Request the status of a job; "" for all jobs."""
 
     job_id: str = ""
 
@@ -287,8 +294,8 @@ class MemberStatus(Struct, frozen=True):
 
 
 class JobStatus(Struct, frozen=True):
-    """One job, for people: some of its members, nodes and missing dp ranks, and how many there are
-    of each.
+    """One job, for people: some of its members, nodes and missing dp ranks, and the total number of
+    each.
     """
 
     job_id: str
@@ -332,8 +339,8 @@ class NodeStatus(Struct, frozen=True):
 
 
 class StatusResponse(Struct, frozen=True):
-    """The jobs, of `job_count`, that run or were active last, and the nodes, of `node_count`, that
-    were heard of last.
+    """The jobs that run or were active last, out of `job_count`, and the nodes whose heartbeats
+    came last, out of `node_count`.
     """
 
     version: str
@@ -345,13 +352,13 @@ class StatusResponse(Struct, frozen=True):
 
 
 class LedgerRequest(Struct, frozen=True):
-    """Whose ledger."""
+    """Request the ledger of a job."""
 
     job_id: str
 
 
 class LedgerResponse(Struct, frozen=True):
-    """A job, how far it is, and the entries of its ledger."""
+    """A job, its progress, and the entries of its ledger."""
 
     job_id: str
     urls: tuple[str, ...]
@@ -366,7 +373,9 @@ class LedgerResponse(Struct, frozen=True):
 
 
 class StepsSkipped(Struct, frozen=True):
-    """The steps of an epoch from `first` up to `stop`; without an epoch, of the present one."""
+    """The steps of an epoch from `first` up to, but without, `stop`. Without an epoch, the job's
+    present epoch.
+    """
 
     first: int
     stop: int
@@ -374,8 +383,8 @@ class StepsSkipped(Struct, frozen=True):
 
 
 class RowsTaken(Struct, frozen=True):
-    """Rows of a dataset with this layout. `known` is the number of the ledger's last entry of rows
-    with which they were checked, 0 without one.
+    """Rows to leave out of a dataset with this layout. `known` is the last ledger entry of left-out
+    rows that the sender had read when it checked these rows; 0 if there was none.
     """
 
     rows: tuple[Tombstone, ...]
@@ -384,8 +393,8 @@ class RowsTaken(Struct, frozen=True):
 
 
 class MixAsked(Struct, frozen=True):
-    """Other weights of a mixture: from a step on, or as soon as possible. Repeated calls have the
-    same `request`.
+    """Other weights of a mixture, from a step on; without a step, as soon as possible. Repeated
+    calls have the same `request`.
     """
 
     request: str
@@ -397,7 +406,7 @@ class MixAsked(Struct, frozen=True):
 
 class ChangeRequest(Struct, frozen=True):
     """Leave steps or rows out of a job, from its next start on, or give a mixture other weights.
-    `by` says who wants it.
+    `by` names the author of the change.
     """
 
     job_id: str
@@ -408,8 +417,9 @@ class ChangeRequest(Struct, frozen=True):
 
 
 class ChangeResponse(Struct, frozen=True):
-    """The entry that was made, or one that says the same already; and how far the job is, if it has
-    members now or not. None: `awaited_ranks` have not answered yet, so the call is to be repeated.
+    """The new ledger entry, or an existing entry of the same change; and the progress of the job,
+    which `is_running` if it has members now. Without an entry, repeat the call: `awaited_ranks`
+    have not answered yet.
     """
 
     entry: LedgerEntry | None

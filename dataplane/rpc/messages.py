@@ -35,9 +35,7 @@ class Hello(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """The node's first message. `awaited` names the process that it waits for before it opens
-    jobs.
-    """
+    """The node's first message."""
 
     version: str
     protocol: Unsigned
@@ -46,36 +44,36 @@ class Welcome(Message, frozen=True):
 
 
 class Working(Message, frozen=True):
-    """Something was done for a request, whose answer comes later: `what`, for people, and how much
-    of it is `done`, of a `total` of these units, 0 if unknown. The rest may take `left_s`, 0 if
-    unknown. Whoever waits for the answer goes on waiting.
+    """The progress of a request whose answer comes later. The process that waits for the answer
+    extends its deadline.
     """
 
-    what: str  # for people: "counting packs"
+    what: str  # the work in progress, for people: "counting packs"
     done: Unsigned = 0
-    total: Unsigned = 0  # how many of `unit` there are; 0: not known
+    total: Unsigned = 0  # the whole work, in `unit`; 0: unknown
     unit: str = "blocks"
-    left_s: float = 0.0  # how long the rest may take; 0: not known
+    left_s: float = 0.0  # how long the rest of the work may take; 0: unknown
 
 
 class DatasetSource(Message, frozen=True):
-    """A dataset as the user names it."""
+    """A dataset as the user named it."""
 
-    urls: tuple[str, ...]  # globs, braces and prefixes allowed
-    format: str = ""  # "": from the file names
+    urls: tuple[str, ...]  # may contain globs and braces, or be prefixes
+    format: str = ""  # "": derived from the file names
 
 
 class SourceAsked(Message, frozen=True):
-    """One source of a mixture as the user names it: with a weight, or with the passes that an epoch
-    makes over it. 0 means that a number is not given.
+    """One source of a mixture as the user described it: either with a weight, or with the number of
+    passes that an epoch makes over the source. A number of 0 was not given.
     """
 
     name: str
     source: DatasetSource
     weight: float = 0.0
-    passes: float = 0.0  # of one epoch, instead of a weight; 0: a weight
-    passes_max: Unsigned = 0  # 0: one, or no limit where sources are read again
-    mean_length: float = 0.0  # of its samples, in tokens; 0: from the index
+    passes: float = 0.0  # passes over the source in one epoch; 0: `weight` is given instead
+    # 0: no limit if exhausted sources are read again (CYCLE), otherwise `passes` rounded up, or 1.
+    passes_max: Unsigned = 0
+    mean_length: float = 0.0  # mean length of the samples, in tokens; 0: from the index
     view: View = field(default_factory=View)
 
 
@@ -83,28 +81,27 @@ class ScheduledWeights(Message, frozen=True):
     """The weights of all sources from this step of the job on."""
 
     step: Unsigned
-    weights: tuple[float, ...]  # of each source, in `unit`
+    weights: tuple[float, ...]  # one per source, in the mixture's `unit`
 
 
 class MixtureAsked(Message, frozen=True):
-    """A mixture as the user asks for it; `length` is that of an epoch, in `unit`."""
+    """A mixture as the user described it."""
 
     sources: tuple[SourceAsked, ...]
     unit: MixUnit = MixUnit.SAMPLES
     exhausted: Exhausted = Exhausted.STOP
-    length: Unsigned = 0  # of an epoch, in `unit`; 0: until sources are exhausted
-    temperature: float = 0.0  # shares n^(1/temperature) of sources with n samples; 0: weights
+    length: Unsigned = 0  # length of an epoch, in `unit`; 0: until sources are exhausted
+    # A source of n samples has the share n^(1/temperature); 0: its `weight` or `passes` count.
+    temperature: float = 0.0
     source_column: str = ""
     schedule: tuple[ScheduledWeights, ...] = ()  # in rising order of steps
 
 
 class OpenJob(Message, frozen=True):
-    """A rank asks its node to open a job. `spec` has the options as they were given: it names no
-    dataset, lanes and a window of 0 follow from the manifest, and the node fills in the rest
-    (`spec_of`). With a `mixture`, `source` names the urls of all of its datasets. `entries` are the
-    changes of the launch, which a node tells a maker. `follows`: the rank acts on other weights
-    that people ask for while it reads. `epoch` is where it continues, if its run has former
-    stages: their datasets are needed for the first epoch of its stage alone.
+    """A rank requests that its node open a job. `spec` has the options as the user gave them: the
+    node fills in the dataset and other defaults (`spec_of`), and derives lanes and a window of 0
+    from the manifest. `epoch` is the epoch in which a run with former stages continues: the
+    datasets of former stages are needed only for the first epoch of the present stage.
     """
 
     job_id: str
@@ -114,17 +111,15 @@ class OpenJob(Message, frozen=True):
     topology: Topology
     spec: JobSpec
     sharing: str = ""  # jobs with the same name share slabs; "": no sharing
-    mixture: MixtureAsked | None = None  # absent: one dataset. With it, `source` names all of them
-    entries: tuple[LedgerEntry, ...] = ()
-    follows: bool = False  # it understands WeightsAsked, and acts on it
+    mixture: MixtureAsked | None = None  # with a mixture, `source` has the urls of all its sources
+    entries: tuple[LedgerEntry, ...] = ()  # the changes of the launch, which a node sends to makers
+    follows: bool = False  # whether the rank acts on WeightsAsked
     epoch: Unsigned = 0
 
 
 class JobOpened(Message, frozen=True):
-    """The job, equal on every rank but for its advice; sent with the delivery arena's
-    descriptor. The node spent `index_s` on the dataset's index and `plan_s` on everything after
-    that, both in seconds. `entries` are the changes of the launch. `mark` is the last entry of the
-    job's ledger when its generation began, and `marks` are the last ones now.
+    """The open job; equal on every rank except for `advice`. Sent with the descriptor of the
+    delivery arena.
     """
 
     spec: JobSpec  # with every default filled in
@@ -137,45 +132,43 @@ class JobOpened(Message, frozen=True):
     generation: Unsigned
     stall_timeout_s: float
     pixels: str = ""  # image decoding software of this node; "" without transforms
-    index_s: float = 0.0  # how long the node listed and indexed the dataset
-    plan_s: float = 0.0  # from then on, until the job was open
-    advice: tuple[str, ...] = ()  # for the user: what is poor about the shuffle, and what helps
+    index_s: float = 0.0  # time in which the node listed and indexed the dataset, in seconds
+    plan_s: float = 0.0  # time from the end of indexing until the job was open, in seconds
+    advice: tuple[str, ...] = ()  # for the user: how to improve the shuffle and other options
     entries: tuple[LedgerEntry, ...] = ()  # the changes of the launch
-    # As in JoinResponse. Of a job whose node is its own coordinator both are absent: its ledger
-    # ends with the node.
+    # As in JoinResponse. Both are absent if the node is its own coordinator, because the ledger
+    # then ends with the node.
     mark: LedgerMark | None = None
     marks: tuple[LedgerMark, ...] = ()
 
 
 class DescribeColumns(Message, frozen=True):
-    """Requests the types of a job's columns, from column number `first` on."""
+    """Request the types of a job's columns, from column number `first` on."""
 
     job_id: str
     first: Unsigned = 0  # the first requested column, in the order of JobOpened.columns
 
 
 class DescribedColumn(Message, frozen=True):
-    """One column: its stored type, the maximum length of its lists (0: no limit), and for codes the
-    number of distinct values.
-    """
+    """The type of one column."""
 
     spec: ColumnSpec
     stored_type: str = ""  # Arrow type name in the shards; "" for columns that a node adds
     unit: str = ""  # for times: D, s, ms, us or ns; else ""
     time_zone: str = ""
-    length_max: Unsigned = 0  # for lists; 0: no limit
+    length_max: Unsigned = 0  # for lists: the maximum length; 0: no limit
     category_count: Unsigned | None = None  # for codes: the number of distinct values
 
 
 class ColumnsDescribed(Message, frozen=True):
-    """Some of a job's columns, and how many it has in all."""
+    """Some of a job's columns, and the number of all its columns."""
 
     columns: tuple[DescribedColumn, ...]
-    column_count: Unsigned  # of the whole job
+    column_count: Unsigned  # the number of all columns of the job
 
 
 class ReadCategories(Message, frozen=True):
-    """Requests the values of a column's codes, from the code `first` on."""
+    """Request the values of a column's codes, from the code `first` on."""
 
     job_id: str
     column: str
@@ -183,14 +176,14 @@ class ReadCategories(Message, frozen=True):
 
 
 class CategoriesRead(Message, frozen=True):
-    """Some of a column's values, as an Arrow stream, and how many there are in all."""
+    """Some of a column's distinct values, and the number of all its distinct values."""
 
     values: bytes  # an Arrow IPC stream of one column, from `first` on
-    value_count: Unsigned  # of the whole column
+    value_count: Unsigned  # the number of all distinct values
 
 
 class DescribeEpoch(Message, frozen=True):
-    """Requests the length of an epoch, of a mixture with these weights."""
+    """Request the length of an epoch; for a mixture, with these weights."""
 
     job_id: str
     epoch: Unsigned
@@ -198,78 +191,76 @@ class DescribeEpoch(Message, frozen=True):
 
 
 class EpochDescribed(Message, frozen=True):
-    """The samples of the epoch."""
+    """The number of samples of the epoch."""
 
     sample_count: Unsigned
 
 
 class ChangeWeights(Message, frozen=True):
-    """Asks from where other weights take effect after those of `mix`: at this place or later.
-    Without `weights`, those that the job was opened with. It changes nothing at the node: streams
-    are opened with the answer from there on.
+    """Request the place from which other weights take effect, after the weights of `mix`: this
+    place or a later one. The request changes nothing at the node: from that place on, the trainer
+    opens streams with the weights of the answer.
     """
 
     job_id: str
     epoch: Unsigned
     cursor: Unsigned
     mix: MixHistory
-    weights: tuple[float, ...] = ()  # of each source; none: those that the job was opened with
+    weights: tuple[float, ...] = ()  # one per source; (): the weights at the opening of the job
 
 
 class WeightsChanged(Message, frozen=True):
-    """All weights of the job, with the new ones, which take effect at this place."""
+    """All weights of the job, including the new weights, and the place where those take effect."""
 
     mix: MixHistory
-    epoch: Unsigned  # where they take effect
+    epoch: Unsigned  # the new weights take effect in this epoch, at `position`
     position: Unsigned
 
 
 class WeightsAsked(Message, frozen=True):
-    """In place of a slab: other weights that people have asked for, and that the trainer has to
-    know before it reads on.
+    """Sent instead of a slab: other weights that people have requested, and that the trainer must
+    know before it continues to read.
     """
 
     entries: tuple[LedgerEntry, ...]
 
 
 class OpenStream(Message, frozen=True):
-    """Opens a stream over the steps of this rank's slice that remain at `cursor`. `known_entry` is
-    the last entry of other weights that the trainer knows.
-    """
+    """Open a stream over the steps of this rank's slice that remain at `cursor`."""
 
     job_id: str
     epoch: Unsigned
     cursor: Unsigned  # samples consumed before this stream starts
-    first_step: Unsigned = 0  # counted among the steps that remain at the cursor
+    first_step: Unsigned = 0  # step 0 is the first of the steps that remain at `cursor`
     step_stride: Unsigned = 1  # 1, or the number of consumers that share a rank's steps
     mix: MixHistory | None = None  # absent: the weights of the job's spec
-    known_entry: Unsigned = 0  # the last entry of other weights that the trainer knows
+    known_entry: Unsigned = 0  # the last ledger entry of other weights that the trainer knows
 
 
 class StreamOpened(Message, frozen=True):
-    """The stream's name and its length in steps."""
+    """The stream's id and its length in steps."""
 
     stream_id: Unsigned
     step_count: Unsigned  # steps of this rank from the cursor to the end of the epoch
 
 
 class Waited(Message, frozen=True):
-    """The trainer's waits since its last report, beyond the first slab, by stage (`WAIT_STAGES`);
-    and once the stages of its first batch (`FIRST_BATCH_STAGES`).
+    """The trainer's waits since its last report, without the wait for the first slab; and, in one
+    report only, the time until its first batch.
     """
 
-    waits_us: tuple[Unsigned, ...]  # of each stage
-    first_batch_s: tuple[float, ...] = ()  # (): it was reported before
+    waits_us: tuple[Unsigned, ...]  # one per stage of `WAIT_STAGES`
+    first_batch_s: tuple[float, ...] = ()  # one per stage of `FIRST_BATCH_STAGES`; (): not reported
 
 
 class NextSlab(Message, frozen=True):
-    """Requests the next slab, and reports the trainer's progress."""
+    """Request the next slab, and report the trainer's progress."""
 
     stream_id: Unsigned
     cursor: Unsigned = 0  # progress: samples consumed so far by all ranks
     stall_s: float = 0.0  # progress: time waited for data so far
     bound: str = ""  # the stage that limited the last seconds; "": unknown
-    waited: Waited | None = None  # progress; absent: nothing
+    waited: Waited | None = None  # progress; absent: nothing to report
 
 
 class Batch(NamedTuple):
@@ -281,63 +272,65 @@ class Batch(NamedTuple):
 
 
 class Column(Message, frozen=True):
-    """Where each batch's piece of one column lies, in bytes from the slab's start. The pieces of a
-    FIXED column follow one another without a gap.
+    """The place of each batch's piece of one column, in bytes from the slab's start. The pieces of
+    a FIXED column follow one another without a gap.
     """
 
-    values: tuple[Unsigned, ...] = ()  # one per batch: the values
-    # One per batch: the lengths (PADDED), offsets (RAGGED, BYTES, STRING) or the shape (ARRAY)
+    values: tuple[Unsigned, ...] = ()  # one per batch: where the values begin
+    # One per batch: where the lengths (PADDED), the offsets (RAGGED, BYTES, STRING) or the shape
+    # (ARRAY) begin.
     lengths: tuple[Unsigned, ...] = ()
-    # One per batch: PADDED: T; RAGGED, ARRAY: values; BYTES.., OBJECT: bytes
+    # One per batch: the padded length T (PADDED), the number of values (RAGGED, ARRAY) or the
+    # number of bytes (BYTES, STRING, OBJECT).
     width: tuple[Unsigned, ...] = ()
 
 
 class Layout(Message, frozen=True):
-    """Where everything in a slab lies: one entry a column of the job."""
+    """The places of all columns in a slab."""
 
-    columns: tuple[Column, ...]  # in the order of JobOpened.columns
+    columns: tuple[Column, ...]  # one per column of the job, in the order of JobOpened.columns
 
 
 class StageTimes(Message, frozen=True):
     """The time that a slab spent in each stage, in microseconds, and the work done for its dataset
-    since the slab before. The stages follow one another up to the hand-over, so a trainer that
-    waited for the slab waited during the last of them.
+    since the previous slab. The stages follow one another until the slab is sent, so a trainer that
+    waited for the slab waited during the last stages.
     """
 
-    fetch: Unsigned = 0  # from its plan until its last block was read from storage
-    decode: Unsigned = 0  # until all of its blocks were decoded
-    room: Unsigned = 0  # for a free slot in the delivery arena
-    queue: Unsigned = 0  # for a worker
-    assemble: Unsigned = 0  # rows gathered and images made
-    ready: Unsigned = 0  # for its trainer
-    # For the whole dataset, over all slabs, since the last slab that reported it.
-    read_bytes: Unsigned = 0  # from wherever: the store, neighbours, the node's own disk
-    reading: Unsigned = 0  # time with a read from storage in flight
-    decoding: Unsigned = 0  # workers' time
-    disk: Unsigned = 0  # part of the workers' time: waiting for local files
+    fetch: Unsigned = 0  # from the slab's plan until its last block was read from storage
+    decode: Unsigned = 0  # from then on, until all of the slab's blocks were decoded
+    room: Unsigned = 0  # waiting for a free slot in the delivery arena
+    queue: Unsigned = 0  # waiting for a worker
+    assemble: Unsigned = 0  # gathering rows and making images
+    ready: Unsigned = 0  # waiting for the trainer's request
+    # The following fields are sums over all slabs of the dataset, since the previous report.
+    read_bytes: Unsigned = 0  # read from stores, from neighbours and from the node's own disk
+    reading: Unsigned = 0  # time during which a read from storage was in flight
+    decoding: Unsigned = 0  # time that workers spent
+    disk: Unsigned = 0  # the part of the workers' time spent waiting for local files
     workers: Unsigned = 0  # the number of workers
-    disk_bytes: Unsigned = 0  # of read_bytes: from the node's own disk
-    neighbour_bytes: Unsigned = 0  # of read_bytes: from neighbours
-    memory_bytes: Unsigned = 0  # not read: needed, and found in memory
+    disk_bytes: Unsigned = 0  # the part of read_bytes that came from the node's own disk
+    neighbour_bytes: Unsigned = 0  # the part of read_bytes that came from neighbours
+    memory_bytes: Unsigned = 0  # needed, but not read because it was already in memory
 
 
 class Slab(Message, frozen=True):
-    """Consecutive batches of one stream, in the first `bytes_used` bytes of a part of the delivery
-    arena. `layout` is an encoded Layout.
-    """
+    """Consecutive batches of one stream, in a region of the delivery arena."""
 
     stream_id: Unsigned
     slab_id: Unsigned
     region: Region  # in the delivery arena
     batches: tuple[Batch, ...]
     layout: bytes  # an encoded Layout; the node passes it on undecoded
-    copy_out: bool = False  # an oversized batch: copy it and release the slab at once
+    # Copy the batches and release the slab at once: the batch is oversized, or consumers hold too
+    # many slabs.
+    copy_out: bool = False
     times: StageTimes = StageTimes()
-    bytes_used: Unsigned = 0  # of the region, from its start
+    bytes_used: Unsigned = 0  # only this many bytes of the region, from its start, are used
 
 
 class EndOfStream(Message, frozen=True):
-    """No step remains."""
+    """The stream has no more steps."""
 
     stream_id: Unsigned
 
@@ -358,18 +351,16 @@ class CloseStream(Message, frozen=True):
 
 
 class CloseJob(Message, frozen=True):
-    """The trainer closed its loader, at this position of its last stream, and leaves the job. If it
-    `holds_slabs`, it may read them until it releases them or the socket closes.
-    """
+    """The trainer closed its loader, at this position of its last stream, and leaves the job."""
 
     job_id: str
-    epoch: Unsigned = 0  # progress: of the last stream
+    epoch: Unsigned = 0  # progress: the epoch of the last stream
     cursor: Unsigned = 0  # progress, as in NextSlab
-    holds_slabs: bool = False  # whether the trainer still holds slabs
+    holds_slabs: bool = False  # the trainer may read its slabs until Release or the socket's end
 
 
 Question = DescribeColumns | ReadCategories | DescribeEpoch | ChangeWeights
-"""A question about a job that is open."""
+"""A question about an open job."""
 
 ToNodeBody = Hello | OpenJob | OpenStream | NextSlab | Release | CloseStream | CloseJob | Question
 FromNodeBody = (
@@ -389,14 +380,14 @@ FromNodeBody = (
 
 
 class ToNode(Message, frozen=True):
-    """The envelope of a trainer's message; request 0 needs no answer."""
+    """The envelope of a trainer's message."""
 
-    request_id: Unsigned  # 0: no answer needed
+    request_id: Unsigned  # 0: no answer is needed
     body: ToNodeBody
 
 
 class FromNode(Envelope, frozen=True):
     """The envelope of a node's answer."""
 
-    request_id: Unsigned  # the id of the request that it answers
+    request_id: Unsigned  # the id of the answered request
     body: FromNodeBody

@@ -10,8 +10,8 @@ _LOOPBACK = "127.0.0.1"
 
 
 def served_name(uid: int, service: str) -> str:
-    """The socket name of this user's node on this host for the coordinator at `service`. Upper and
-    lower case, and the different names of loopback, give the same name.
+    """Return the socket name of this user's node on this host for the coordinator at `service`.
+    Upper and lower case, and different names of the loopback address, give the same name.
 
     Raises:  ConfigError: `service` is not an address.
     """
@@ -24,7 +24,7 @@ def served_name(uid: int, service: str) -> str:
 
 
 def embedded_name(uid: int, version: str, run: str) -> str:
-    """The socket name of the node that the trainers of one run on this host share."""
+    """Return the socket name of the node that the trainers of one run on this host share."""
     return _name(uid, "embedded", version, run)
 
 

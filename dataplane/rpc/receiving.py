@@ -1,16 +1,18 @@
-"""Messages of calls: received once their call is allowed, and in bounded number.
+"""The messages of calls, which are received only once their call is allowed, and in bounded number.
 
-gRPC hands a unary call to its method with the message, which it has received by then, whoever sent
-it. So to gRPC each method here takes a stream of messages, which nobody asks for before the call
-is allowed. Until then a call has no more memory than a stream's window (`WINDOW_BYTES`).
+gRPC receives the message of a unary call before it calls the method, no matter who sent the
+message. So each method here is declared to gRPC as taking a stream of messages, and the server
+reads from that stream only after the call is allowed. Until then, a call takes at most the memory
+of a stream's window (`WINDOW_BYTES`).
 
 Invariants:
-1. No byte of a message is received beyond the window, and none is parsed, before its call is
-   allowed. Of a health check nothing ever is: the answer is the same for all services.
-2. Of one host, at most `_MESSAGES_MAX` messages are in memory at once, for `_RECEIVE_S` each until
-   they have come.
-3. Large messages are parsed beside the event loop, one at a time.
-4. What is no message is an error of ours with a line of the log, and no traceback.
+1. Before a call is allowed, no byte of its message is received beyond the window, and no byte is
+   parsed. The message of a health check is never read: the answer is the same for all services.
+2. At most `_MESSAGES_MAX` messages of one host are in memory at once, and each must have arrived
+   within `_RECEIVE_S`.
+3. Large messages are parsed outside the event loop's thread, one at a time.
+4. Bytes that are not a message are answered with an error of ours, and with a line of the log but
+   no traceback.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from dataplane.rpc.services import Method
 WINDOW_BYTES = 1024
 WINDOW = (
     ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
-    # With a probe the windows of a connection grow with its speed.
+    # Disable the bandwidth probe, which enlarges the windows of fast connections.
     ("grpc.http2.bdp_probe", 0),
 )
 HEALTH = "grpc.health.v1.Health"
@@ -47,7 +49,7 @@ _LARGE_BYTES = 4 << 10
 
 _trace = Trace("security")
 
-Context = Any  # grpc.aio.ServicerContext, generic in what it carries
+Context = Any  # grpc.aio.ServicerContext, which is generic in its message types
 Answer = Callable[[Any, Context], Awaitable[Any]]
 Receive = Callable[[Method, Context], "Receiving"]
 Receiving = Any  # an async context manager of the request
@@ -55,7 +57,9 @@ Around = Callable[[Callable[[], Receiving], Answer, Context], Awaitable[Any]]
 
 
 def host_of(peer: str) -> str:
-    """Whose calls these are, from "ipv4:10.0.0.9:51234" or "ipv6:%5B2001:db8::1%5D:51234"."""
+    """Return the host, or the IPv6 network, of a peer in gRPC's form: "ipv4:10.0.0.9:51234" or
+    "ipv6:%5B2001:db8::1%5D:51234".
+    """
     host = urllib.parse.unquote(peer).partition(":")[2].rpartition(":")[0]
     return network_of(host.removeprefix("[").removesuffix("]"))
 
@@ -82,8 +86,8 @@ class Inbox:
 
     @asynccontextmanager
     async def receive(self, method: Method, context: Context) -> AsyncIterator[Any]:
-        """The message of a call, which counts until it is answered. The call ends with an error
-        if none comes in time, or what comes is none.
+        """Receive the message of a call. The message counts towards its host's limit until the
+        block ends. If no message or an invalid one comes, the call ends with an error.
         """
         host = host_of(context.peer())
         self._users[host] += 1
@@ -119,15 +123,15 @@ class Inbox:
 
 
 class Call(Struct, frozen=True):
-    """A unary method, how it is answered, and how its message is received."""
+    """A unary method, the function that answers it, and the function that receives its message."""
 
     method: Method
     answer: Answer
     receive: Receive
 
     def for_grpc(self, around: Around | None = None) -> grpc.RpcMethodHandler:
-        """The method as gRPC calls it. `around` may look at the call and its message before it is
-        answered, and receives the message when it likes.
+        """Return the handler that gRPC calls. `around` may check the call before it receives the
+        message, and check the message before it answers the call.
         """
         method, answer, receive = self.method, self.answer, self.receive
 
@@ -141,8 +145,8 @@ class Call(Struct, frozen=True):
 
 
 class Health:
-    """The standard health service, of which a probe needs no token. It has one answer, whatever
-    the message names.
+    """The standard health service, which a probe may call without a token. It gives the same answer
+    for every service that a message may name.
     """
 
     def __init__(self) -> None:
@@ -150,7 +154,7 @@ class Health:
         self._status = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
     def for_grpc(self) -> dict[str, grpc.RpcMethodHandler]:
-        """Its methods by name."""
+        """Return the handlers of the methods, by name."""
         write = health_pb2.HealthCheckResponse.SerializeToString
         return {
             "Check": grpc.stream_unary_rpc_method_handler(self._check, response_serializer=write),

@@ -1,6 +1,6 @@
 """A gRPC server: listening, answering, stopping.
 
-While it drains, its health is NOT_SERVING and new calls are rejected.
+While the server stops, its health is NOT_SERVING and it rejects new calls.
 """
 
 from __future__ import annotations
@@ -53,22 +53,22 @@ from dataplane.security.security import Security
 _trace = Trace("rpc")
 
 _OPTIONS = (
-    # Two servers on one port would share its calls by chance.
+    # Do not let two servers share a port: each call would reach one of them at random.
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", REQUEST_BYTES_MAX),
     ("grpc.max_send_message_length", RESPONSE_BYTES_MAX),
-    # Clients ping every 10 s, with and without calls.
+    # Accept the pings of clients, which come every 10 s, with and without calls.
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
-    # A client whose machine vanished is forgotten.
+    # Close the connection of a client whose machine has vanished.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    # So is a client that connected and sends nothing, or has requested nothing for a long time:
-    # nodes send heartbeats, and other clients reconnect.
+    # Close the connection of a client that sends nothing after connecting, or makes no call for a
+    # long time: nodes send heartbeats, and other clients can reconnect.
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_connection_idle_ms", 120_000),
-    # One connection cannot have more calls in flight than this; a node has a few.
+    # Limit the calls in flight of one connection; a node has only a few.
     ("grpc.max_concurrent_streams", 256),
     *WINDOW,
 )
@@ -86,7 +86,7 @@ class GrpcServer:
         is_unix = isinstance(self._wanted, UnixAddress)
         guards = [] if is_unix else [Guard(security, self._calls)]
         self._server = grpc.aio.server(interceptors=guards, options=(*_OPTIONS, most))
-        # Whoever connects to a Unix socket is the same user.
+        # A Unix socket needs no limits: only processes of the same user can connect to it.
         self._connections = OpenConnections(count_max) if guards else None
         self._health, self._inbox = Health(), Inbox()
         self._socket_file: tuple[Path, int] | None = None
@@ -97,9 +97,10 @@ class GrpcServer:
         self.address = ""
 
     def check_free(self) -> None:
-        """Whether `start` could listen, as far as can be known without doing so.
+        """Check that `start` could listen, as far as possible without listening.
 
-        Raises:  ConfigError: taken, not of this machine, not allowed, or open to the network.
+        Raises:  ConfigError: the address is taken, not of this machine, not allowed, or open to the
+        network.
         """
         if isinstance(self._wanted, UnixAddress):
             _clear_socket_path(Path(self._wanted.path))
@@ -107,11 +108,13 @@ class GrpcServer:
             self._free_tcp(self._wanted)
 
     async def start(self, service: Coordination) -> str:
-        """Start answering calls. Returns the address, with the actual port if port 0 was requested.
+        """Start answering calls. Return the address, with the actual port if port 0 was requested.
 
-        Raises:  ConfigError: taken, not of this machine, not allowed, or open to the network.
+        Raises:  ConfigError: the address is taken, not of this machine, not allowed, or open to the
+        network.
         """
-        # A gRPC server that is bound and never started keeps its socket: nothing may come between.
+        # Nothing between here and `self._server.start` may fail: a gRPC server that is bound but
+        # never started keeps its socket.
         if isinstance(self._wanted, UnixAddress):
             self.address = self._bind_unix(self._wanted)
         else:
@@ -132,7 +135,9 @@ class GrpcServer:
         return self.address
 
     async def stop(self, grace_s: float) -> None:
-        """Reject new calls, give those in flight `grace_s`, then close; may be called twice."""
+        """Reject new calls, let calls in flight end within `grace_s`, and close. May be called
+        twice.
+        """
         self._draining = True
         await self._health.set(is_serving=False)
         try:
@@ -208,7 +213,7 @@ class GrpcServer:
     def _bind_unix(self, wanted: UnixAddress) -> str:
         path = Path(wanted.path)
         _clear_socket_path(path)
-        # gRPC creates the file with the umask's mode; it has no option for the mode.
+        # Set the umask, since gRPC has no option for the mode of the socket file.
         old = os.umask(0o177)
         try:
             self._server.add_insecure_port(wanted.target)
@@ -224,7 +229,9 @@ class GrpcServer:
 
 
 def _refuse_if_taken(address: TcpAddress) -> None:
-    """GRPC says only "Failed to bind"; a plain socket says why."""
+    """Raise an error with the reason if the address cannot be bound. Bind a plain socket to find
+    the reason, since the error of gRPC is only "Failed to bind".
+    """
     try:
         listening(address, 1).close()
     except OSError as error:
@@ -247,7 +254,7 @@ def _advice(error: OSError, address: TcpAddress) -> str:
 
 
 def _clear_socket_path(path: Path) -> None:
-    """Remove the socket file of a server that is gone; refuse any other file."""
+    """Remove the socket file of a server that has ended; refuse any other file."""
     try:
         mode = path.lstat().st_mode
     except OSError:

@@ -18,7 +18,7 @@ RESPONSE_BYTES_MAX = 64 << 20
 
 
 class Method(Struct, frozen=True):
-    """One unary method: values of membership.py go in and out."""
+    """One unary method. Its requests and answers are values of membership.py and sharing.py."""
 
     name: str
     path: str
@@ -32,7 +32,7 @@ COORDINATOR: str = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"].fu
 
 
 def coordinator_methods() -> tuple[Method, ...]:
-    """Every method of the coordinator's service."""
+    """Return every method of the coordinator's service."""
     service = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
     return tuple(
         Method(

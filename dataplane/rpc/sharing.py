@@ -1,8 +1,8 @@
-"""Messages of nodes that open the same dataset to a coordinator, and its answers.
+"""Messages to a coordinator of nodes that open the same dataset, and its answers.
 
-Frozen values, used outside this package instead of protobuf classes. Names and fields equal those
-of proto/dataplane/rpc/v1/sharing.proto, whose comments are the specification; a test compares
-the two.
+All are frozen values, used outside this package instead of protobuf classes. Their names and fields
+are those of proto/dataplane/rpc/v1/sharing.proto, whose comments are the specification; a test
+compares the two.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from msgspec import Struct
 
 
 class NodeWork(Struct, frozen=True):
-    """How far long work on a dataset is, before a job is open: so many of the `total` units are
-    done, and the rest takes about `left_s`; 0 if that is unknown.
+    """The progress of long work on a dataset, before a job is open: `done` of `total` units. The
+    rest takes about `left_s`. A `total` or `left_s` of 0 is unknown.
     """
 
     what: str
@@ -35,10 +35,13 @@ class ManifestState(enum.StrEnum):
 
 
 class ShareManifestRequest(Struct, frozen=True):
-    """A node opens a dataset with these urls for one launch of a job. `name` is a hash of all that
-    the manifest depends on, 16 bytes. Other nodes get it at `data_address`, if there is one.
-    `fingerprint` is that of a manifest that is HELD, `refused_by` a node that did not give it,
-    `work` how far this node is that is MAKING it.
+    """Report that a node opens a dataset with these urls for one launch of a job, and the state of
+    the dataset's manifest on this node.
+
+    `name` is a hash (16 bytes) of everything that the manifest depends on. Other nodes can fetch
+    the manifest at `data_address`; "" if they cannot. HELD: `fingerprint` is the fingerprint of the
+    manifest. WANTED: `refused_by` is a node that did not give the manifest, if any. MAKING: `work`
+    is this node's progress.
     """
 
     node_id: str
@@ -54,8 +57,9 @@ class ShareManifestRequest(Struct, frozen=True):
 
 
 class ManifestTurn(enum.StrEnum):
-    """The next step of a node for a manifest: MAKE it, for others too; WAIT while another node
-    does; FETCH it from one that has it; KEEP it for others; or make it for itself ALONE.
+    """A node's next step for a manifest: MAKE the manifest, for other nodes too; WAIT while another
+    node makes it; FETCH it from a node that has it; KEEP it for other nodes; or make it for this
+    node ALONE.
     """
 
     MAKE = "make"
@@ -66,8 +70,8 @@ class ManifestTurn(enum.StrEnum):
 
 
 class ShareManifestResponse(Struct, frozen=True):
-    """Whose turn it is, and for FETCH and KEEP the key of data connections: in no log, and not in a
-    repr either. For WAIT, how far the other node is.
+    """The node's next step; for FETCH and KEEP, the key for data connections; for WAIT, the
+    progress of the other node. The key is secret, and therefore not in the repr.
     """
 
     turn: ManifestTurn

@@ -1,6 +1,6 @@
 """Unix SOCK_SEQPACKET sockets between processes of one host: rpc/local.py sends messages over them.
 
-Without these messages, so that a trainer can start a node before it has imported them.
+This module does not import the messages, which would delay the start of a node by a trainer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 def listen(name: str, backlog: int = 128) -> socket.socket:
-    """A listening socket in the abstract namespace; it leaves no file behind.
+    """Return a listening socket in the abstract namespace, which leaves no file behind.
 
     Raises:  FileExistsError: another process has that name.
     """
@@ -31,7 +31,7 @@ def listen(name: str, backlog: int = 128) -> socket.socket:
 
 
 def connect(name: str, timeout_s: float) -> socket.socket:
-    """A connection to the node that listens under this name.
+    """Return a connection to the node that listens under this name.
 
     Raises:  PeerLost: no process listens there.
     """
@@ -47,7 +47,9 @@ def connect(name: str, timeout_s: float) -> socket.socket:
 
 
 def holder_of(name: str) -> tuple[int, int] | None:
-    """(pid, uid) of the process that listens under this name; None if it takes no connection."""
+    """Return the (pid, uid) of the process that listens under this name; None if it does not accept
+    a connection.
+    """
     try:
         with connect(name, _HOLDER_TIMEOUT_S) as sock:
             return peer_credentials(sock)[:2]
@@ -56,7 +58,7 @@ def holder_of(name: str) -> tuple[int, int] | None:
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """Two connected sockets, for a process and its child."""
+    """Return two connected sockets, for a process and its child."""
     left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     _widen(left)
     _widen(right)
@@ -68,7 +70,7 @@ def _widen(sock: socket.socket) -> None:
 
 
 def peer_credentials(sock: socket.socket) -> tuple[int, int, int]:
-    """(pid, uid, gid) of the peer, from the kernel."""
+    """Return the (pid, uid, gid) of the peer, from the kernel."""
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, gid = _CREDENTIALS.unpack(raw)
     return pid, uid, gid

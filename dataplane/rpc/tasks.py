@@ -1,9 +1,10 @@
-"""The tasks that a node gives to its workers, and their answers; likewise for other children.
+"""The tasks that a node gives to its workers, and their answers; and the messages between a node
+and its other child processes.
 
-Over Unix SOCK_SEQPACKET pairs, one message per packet. A worker has one task at a time, and every
-task has one result; arenas are sent as file descriptors. Only a worker that indexes has several
-tasks at once, each with a number chosen by the node. It has no credentials: it requests bytes from
-the node.
+Messages travel over Unix SOCK_SEQPACKET pairs, one message per packet. A worker has one task at a
+time, and every task has one result; arenas are sent as file descriptors. Only a worker that indexes
+has several tasks at once, each with a number chosen by the node. Such a worker has no credentials:
+it requests bytes from the node.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ class Done(Message, frozen=True):
 
 
 class Reading(Message, frozen=True):
-    """The block or image that a worker is about to read, or the step for whose batch it is about to
-    call a function of the user. Sent during a task with `say_where`.
+    """The block or image that a worker is about to read, or the step for whose batch the worker is
+    about to call a function of the user. Sent during a task with `say_where`.
     """
 
     block_key: Unsigned
-    row: Unsigned | None = None  # of the block
+    row: Unsigned | None = None  # number of the row within the block
     column: str | None = None
-    step: Unsigned | None = None  # of the epoch
+    step: Unsigned | None = None  # number of the step within the epoch
 
 
 class OutOfMemory(Message, frozen=True):
-    """The task needs more memory than the worker may have, which may be unusable from then on."""
+    """The task needs more memory than the worker may have. The worker may now be unusable."""
 
 
 class AttachArena(Message, frozen=True):
@@ -55,28 +56,28 @@ class OpenDataset(Message, frozen=True):
 
     dataset_id: Unsigned
     format: str
-    # Arrow IPC schema of the shards. A large one is split over several messages, so that it does
+    # Arrow IPC schema of the shards. A large schema is split over several messages, so that it does
     # not block an event loop.
     schema: bytes
     more: bool = False  # the schema continues in the next message
     pack: bool = False  # small columns lie side by side in decoded blocks
     column_options: ColumnOptions = field(default_factory=ColumnOptions)
     memory_bytes: Unsigned = 0  # limit on the worker's private memory, if larger than before
-    view: View = field(default_factory=View)  # its collate belongs to slabs, and is not set
-    finds_columns: bool = False  # each block is one column, which says what view.map makes of it
-    seed: Unsigned = 0  # of the random numbers of view.map; 0 if it takes none
+    view: View = field(default_factory=View)  # without view.collate, which belongs to slabs
+    # Decode each block to a single column that describes the columns which view.map returns for it.
+    finds_columns: bool = False
+    seed: Unsigned = 0  # seed of the random numbers of view.map; 0 if view.map takes none
 
 
 class RawBlockRef(Message, frozen=True):
     """The bytes of one block: in the block arena (preamble, then body), or in a local file. If only
-    some of them are needed, `pieces` lists these. A preamble in the arena of preambles has a
-    number; its room in the block arena is then empty. Of a view that has only some of the block's
-    rows, `rows` is their number and `stored_rows` that of all, from `first_row` of the shard on;
-    `shard_word` stands for the shard in the keys of its rows, and `shard` is its number.
+    some of the bytes are needed, `pieces` lists them. A preamble in the arena of preambles has a
+    number, and no room is taken for the preamble in the block arena. If a view has only some of the
+    block's rows, `rows` counts the rows of the view and `stored_rows` all rows of the block.
     """
 
     url: str
-    index: Unsigned  # of the shard's blocks
+    index: Unsigned  # number of the block within the shard
     rows: Unsigned
     place: Region  # in the shard
     preamble_place: Region  # in the shard
@@ -84,18 +85,18 @@ class RawBlockRef(Message, frozen=True):
     etag: str = ""
     arena: Region | None = None
     path: str | None = None
-    pieces: tuple[Region, ...] = ()  # the only parts of `place` that are there; none: all of it
+    pieces: tuple[Region, ...] = ()  # the only parts of `place` with bytes; (): all of `place`
     kept_preamble: Region | None = None  # where the preamble is in the arena of preambles
-    preamble_number: Unsigned = 0  # never reused. Absent: the preamble is in `arena`
-    stored_rows: Unsigned = 0  # of the whole block; 0: as `rows`, which are all of them
-    first_row: Unsigned = 0  # of the whole block, in the shard; also without a view
-    shard_word: Unsigned = 0  # the shard in the keys of its rows (docs/order.md)
-    shard: Unsigned = 0  # its number in the dataset
+    preamble_number: Unsigned = 0  # never reused; 0: the preamble is in `arena`
+    stored_rows: Unsigned = 0  # rows of the whole block; 0: the same number as `rows`
+    first_row: Unsigned = 0  # number, within the shard, of the first row of the whole block
+    shard_word: Unsigned = 0  # stands for the shard in the keys of the rows (docs/order.md)
+    shard: Unsigned = 0  # number of the shard within the dataset
 
 
 class BadBlock(Message, frozen=True):
-    """Why a block cannot be decoded at all, and another block of its dataset, whose rows take the
-    places of its own, with that block's preamble and bytes.
+    """The reason why a block cannot be decoded at all, and the `other` block of the same dataset
+    whose rows replace the rows of the bad block. `preamble` and `content` belong to `other`.
     """
 
     reason: str
@@ -105,7 +106,7 @@ class BadBlock(Message, frozen=True):
 
 
 class Decode(Message, frozen=True):
-    """Decode a block into the block arena; if it is `bad`, another one instead."""
+    """Decode a block into the block arena; with `bad`, decode the other block instead."""
 
     dataset_id: Unsigned
     raw: RawBlockRef
@@ -116,40 +117,39 @@ class Decode(Message, frozen=True):
 class Decoded(Message, frozen=True):
     """The decoded block's size, and whether it fitted."""
 
-    bytes: Unsigned  # of the decoded block
-    stored: bool  # false: it does not fit into `into`; retry with more room
-    disk: Unsigned = 0  # waited for local files, microseconds
-    queued: Unsigned = 0  # waited for a processor, microseconds
+    bytes: Unsigned  # size of the decoded block
+    stored: bool  # false: the decoded block does not fit into `into`; retry with more room
+    disk: Unsigned = 0  # time waited for local files, in microseconds
+    queued: Unsigned = 0  # time waited for a processor, in microseconds
 
 
 class Origin(Message, frozen=True):
-    """Which samples a block has; `of_view`: rows are counted among those of a view. `pack_count` is
-    how many packs its documents made when they were counted, 0 without packs; with packs,
-    `first_row` is counted among all rows of the shard, and of a view only those behind it are not.
+    """The samples that a block has. `of_view`: row numbers count only the rows of a view; but with
+    packs, `first_row` always counts all rows of the shard.
     """
 
     url: str  # of the shard
-    shard: Unsigned  # its index in the manifest
-    first_row: Unsigned  # of the shard's samples; with packs, of all of its rows
+    shard: Unsigned  # index of the shard in the manifest
+    first_row: Unsigned  # number of the block's first row within the shard
     of_view: bool = False
-    pack_count: Unsigned = 0
+    pack_count: Unsigned = 0  # packs of the block's documents, when these were counted; 0: no packs
 
 
 class BlockSource(Message, frozen=True):
     """A block to gather from."""
 
     key: Unsigned  # unique while the node lives
-    raw: RawBlockRef | None = None  # needs no decoding
+    raw: RawBlockRef | None = None  # set if the block needs no decoding
     decoded: Region | None = None  # in the block arena
-    origin: Origin | None = None  # of a block with bytes, which may be images
-    # In the block arena, if crops of its images leave any there.
+    origin: Origin | None = None  # set if the block has bytes, which may be images, or packs
+    # In the block arena; absent unless crops of the block's images store restart indexes.
     restart_indexes: Region | None = None
-    row_count: Unsigned = 0  # not 0: `decoded` is an excerpt with so many rows of the block
+    row_count: Unsigned = 0  # not 0: `decoded` is an excerpt with this many rows of the block
 
 
 class OpenBlocks(Message, frozen=True):
-    """Blocks that later Assemble tasks name by key, and blocks to forget: a worker looks at none of
-    those, since their memory may hold other ones by then.
+    """Blocks that later Assemble tasks name by key, and blocks to forget. A worker does not read
+    the memory of a forgotten block, which may hold another block by then.
     """
 
     dataset_id: Unsigned
@@ -166,38 +166,40 @@ class Render(Message, frozen=True):
 
     @property
     def replaces(self) -> bool:
-        """Whether other rows take the places of those whose images cannot be decoded."""
+        """Whether rows whose images cannot be decoded are replaced by other rows."""
         return any(image.replaces for image in self.images)
 
 
 class Collation(Message, frozen=True):
-    """A function of the user makes each batch of what was gathered for it: arrays with these
-    `columns`, by a function of this `code`. Without any, one column of text says of the first
-    batch what it returns, and the code.
+    """The function of the user that makes each batch from the gathered rows. The batches have these
+    `columns`. Without columns, the slab has one column of text, which describes what the function
+    returns for the first batch, and its code.
     """
 
     function: str  # package.module:function
-    seed: Unsigned  # of its random numbers, with epoch, position and dp_rank
+    seed: Unsigned  # seed of the function's random numbers, with epoch, position and dp_rank
     epoch: Unsigned
     cursor: Unsigned  # step s begins at position cursor + s * global_batch of the epoch
     global_batch: Unsigned
     dp_rank: Unsigned
-    source_column: str = ""  # the name of the column of sources, if there is one
+    source_column: str = ""  # the name of the column of sources; "": no such column
     columns: tuple[ColumnSpec, ...] = ()
-    code: str = ""  # of the function with which the job was opened, if it has columns
+    code: str = ""  # hash of the function's code when the job was opened; "" without `columns`
 
 
 class Assemble(Message, frozen=True):
-    """Gather the rows of some batches into a slab; `keep` is a second place for it, in the block
-    arena. Rows may be packs: `pack_keys` are those of their blocks, `pack_key_counts` of each; none
-    if packs are not shuffled. They are without the documents `taken_out` of their blocks,
-    `taken_out_counts` of each; none if no document was taken out. Rows that were taken out of a
-    job do not stand for those whose images cannot be decoded. If it `names_sources`, the last
-    column has the source of each row, int32: that of its block, of which `sources` has one for each
-    block. A slab without rows has no blocks, but this column, too. `row_index` is int32[rows, 2] in
-    the arena of the slab, outside of it: (index into `block_keys`, row of that block), batch after
-    batch. If there is a `row_count`, only
-    so many rows from `first_row` on are written, and other tasks write the others.
+    """Gather the rows of some batches into a slab.
+
+    `row_index` is int32[rows, 2], batch after batch: (index into `block_keys`, row of that block).
+    The row index is in the arena of the slab, but outside the slab.
+
+    Rows may be packs. `pack_keys` has the keys of all blocks, block after block, and
+    `pack_key_counts` how many belong to each block; both are empty if packs are not shuffled.
+    `taken_out` has the documents that packs leave out, block after block, and `taken_out_counts`
+    how many belong to each block; both are empty if no document was removed from the job.
+
+    With `names_sources`, the last column (int32) has the source of each row, which is the source of
+    its block; a slab without rows has this column too.
     """
 
     dataset_id: Unsigned
@@ -208,17 +210,17 @@ class Assemble(Message, frozen=True):
     slab: Region
     render: Render | None = None  # absent: nothing is rendered
     keep: Region | None = None  # in the block arena: as much of the slab as fits is copied here
-    say_where: bool = False  # first read block by block, and send a Reading for each
+    say_where: bool = False  # first read the rows block by block, and send a Reading for each block
     pack_keys: tuple[Unsigned, ...] = ()
-    sources: tuple[Unsigned, ...] = ()  # of each block: its source, if names_sources
+    sources: tuple[Unsigned, ...] = ()  # the source of each block, with `names_sources`
     pack_key_counts: tuple[Unsigned, ...] = ()
-    collate: Collation | None = None  # absent: batches are what was gathered
-    # The rows are packs without these documents of each block. Of samples with images that may be
-    # replaced: rows that must not take the place of another one.
+    collate: Collation | None = None  # absent: batches are delivered as gathered
+    # Without packs, if images may be replaced: rows that must not replace another row.
     taken_out: tuple[TakenDocument, ...] = ()
     taken_out_counts: tuple[Unsigned, ...] = ()
-    names_sources: bool = False  # a last column of int32 has the source of each row
-    # Only these rows of the slab are written, others by other tasks; 0 rows: all.
+    names_sources: bool = False
+    # Write only `row_count` rows of the slab from `first_row` on; other tasks write the other rows.
+    # A `row_count` of 0 means all rows.
     first_row: Unsigned = 0
     row_count: Unsigned = 0
 
@@ -229,14 +231,15 @@ class Assemble(Message, frozen=True):
 
 
 class ExcerptPlace(Message, frozen=True):
-    """Where some rows of a block go. The node has written their numbers in the block there, int32,
-    rising; the rows follow, as a block has them, from a multiple of 64 bytes on.
+    """The place of an excerpt: some rows of a block. The node has written the numbers of these rows
+    (int32, rising) at the start of `into`. The worker writes the rows behind the numbers, in the
+    form of a decoded block, from the next multiple of 64 bytes on.
     """
 
     into: Region  # in the block arena
     row_count: Unsigned
     pack_keys: tuple[Unsigned, ...] = ()  # the rows are packs, drawn with these keys
-    taken_out: tuple[TakenDocument, ...] = ()  # without these documents
+    taken_out: tuple[TakenDocument, ...] = ()  # documents that the packs leave out
 
 
 class Extract(Message, frozen=True):
@@ -248,46 +251,46 @@ class Extract(Message, frozen=True):
 
 
 class Extracted(Message, frozen=True):
-    """The size of each excerpt; one that is larger than its place was not written."""
+    """The size of each excerpt. An excerpt that is larger than its place was not written."""
 
     bytes: tuple[Unsigned, ...]
-    disk: Unsigned = 0  # waited for local files, microseconds
-    queued: Unsigned = 0  # waited for a processor, microseconds
+    disk: Unsigned = 0  # time waited for local files, in microseconds
+    queued: Unsigned = 0  # time waited for a processor, in microseconds
 
 
 class CopySlab(Message, frozen=True):
-    """Copy a kept slab into a slot; `keep`: copy what is in the slot to where it is kept."""
+    """Copy a kept slab into a slot; with `keep`, copy the slab from the slot to `kept`."""
 
     kept: Region  # in the block arena
     arena_id: Unsigned
-    slab: Region  # of the same length
+    slab: Region  # the slot; as long as `kept`
     keep: bool = False
 
 
 class Assembled(Message, frozen=True):
-    """How many of the batches fitted, and where their columns lie: an encoded Layout. `replaced`
-    are rows of the task that have others in their places.
+    """The number of batches that fitted, and the places of their columns: an encoded Layout.
+    `replaced` are the rows of the task that were replaced by other rows.
     """
 
-    batch_count: Unsigned  # 0: not even one
-    bytes_needed: Unsigned = 0  # for the first batch, if it did not fit
+    batch_count: Unsigned  # 0: not even the first batch fitted
+    bytes_needed: Unsigned = 0  # size of the first batch, if it did not fit
     bytes_used: Unsigned = 0
     layout: bytes = b""  # an encoded Layout; empty if nothing fitted
-    disk: Unsigned = 0  # waited for local files, microseconds
-    queued: Unsigned = 0  # waited for a processor, microseconds
+    disk: Unsigned = 0  # time waited for local files, in microseconds
+    queued: Unsigned = 0  # time waited for a processor, in microseconds
     replaced: tuple[ReplacedRow, ...] = ()
 
 
 class ShardPart(Message, frozen=True):
-    """Bytes of a shard, from that offset on."""
+    """Bytes of a shard, from `offset` on."""
 
     offset: Unsigned
     content: bytes
 
 
 class IndexShard(Message, frozen=True):
-    """Index one shard. If it `is_local`, it is a file that the process reads itself. `parts` were
-    read already, since it will ask for them first.
+    """Index one shard. If it `is_local`, the process reads the file itself. `parts` are the
+    bytes that indexing needs first, which the node has already read.
     """
 
     format: str
@@ -299,18 +302,17 @@ class IndexShard(Message, frozen=True):
 
 
 class CountRows(Message, frozen=True):
-    """Count the rows of each of these blocks of one shard that a view has. `schema` is that of the
-    dataset. If it `is_local`, the shard is a file that the process reads itself. `parts` were read
-    already.
+    """Count, for each of these blocks of one shard, the rows that a view has. If the shard
+    `is_local`, the process reads the file itself. The node has already read `parts`.
     """
 
     format: str
     url: str
     size_bytes: Unsigned
     etag: str
-    schema: bytes  # the dataset's, serialised
+    schema: bytes  # serialised schema of the dataset
     view: View
-    blocks: tuple[RawBlockRef, ...]  # of this shard
+    blocks: tuple[RawBlockRef, ...]
     is_local: bool = False
     parts: tuple[ShardPart, ...] = ()  # the preamble of a shard in a store
 
@@ -320,12 +322,12 @@ class ShardBytes(Message, frozen=True):
 
     request: Unsigned
     content: bytes = b""
-    is_end: bool = False  # of the whole shard: there are no more pieces
+    is_end: bool = False  # the whole shard was sent: there are no more pieces
     has_failed: bool = False  # the read failed, and the node knows why: stop the task
 
 
 class ReadShard(Message, frozen=True):
-    """Requests bytes of a shard, or the next piece of the whole shard."""
+    """Request bytes of a shard, or the next piece of the whole shard."""
 
     request: Unsigned
     place: Region | None = None  # absent: the next piece of the whole shard
@@ -338,70 +340,71 @@ class StillReading(Message, frozen=True):
 class ShardIndexed(Message, frozen=True):
     """The result of indexing or counting, or a part of it."""
 
-    # As in the node's index journal, or int64 counts; may be split over several messages.
+    # The index in the form of the node's index journal, or the row counts as int64. Large results
+    # are split over several messages.
     index: bytes
-    more: bool = False  # it continues in the next message
+    more: bool = False  # the result continues in the next message
 
 
 class BatchShard(Message, frozen=True):
-    """A shard of a batch, as it was listed."""
+    """A shard of a batch, with its size as listed."""
 
     url: str
     size_bytes: Unsigned
 
 
 class BatchPart(Message, frozen=True):
-    """Bytes of a shard of a batch, from that offset on."""
+    """Bytes of a shard of a batch, from `offset` on."""
 
-    shard: Unsigned  # its number in the batch
+    shard: Unsigned  # number of the shard within the batch
     offset: Unsigned  # in the shard
     content: bytes
 
 
 class IndexBatch(Message, frozen=True):
-    """Index these shards of one format from `parts` of them, which lack what could not be read. The
-    process may request more with MissingParts.
+    """Index these shards of one format from `parts` of them. Parts that could not be read are left
+    out. The process may request more parts with MissingParts.
     """
 
     format: str
     shards: tuple[BatchShard, ...]
     parts: tuple[BatchPart, ...]
-    with_preambles: bool = False  # the node wants them, too
+    with_preambles: bool = False  # whether to send the preambles of the shards too
 
 
 class MissingPart(Message, frozen=True):
-    """Bytes of a shard of a batch that are to be read, too."""
+    """Bytes of a shard of a batch that the process needs too."""
 
-    shard: Unsigned  # its number in the batch
+    shard: Unsigned  # number of the shard within the batch
     place: Region  # in the shard
 
 
 class MissingParts(Message, frozen=True):
-    """The parts of a batch that must be read, too."""
+    """Request more parts of a batch."""
 
     parts: tuple[MissingPart, ...]
 
 
 class BatchParts(Message, frozen=True):
-    """The parts that were requested, without those that could not be read."""
+    """The requested parts, except the parts that could not be read."""
 
     parts: tuple[BatchPart, ...]
 
 
 class BatchPreamble(Message, frozen=True):
-    """The bytes of the preamble of a shard, which is named by its number in the batch."""
+    """The bytes of the preamble of a shard."""
 
-    shard: Unsigned  # its number in the batch
+    shard: Unsigned  # number of the shard within the batch
     content: bytes
 
 
 class BatchIndexed(Message, frozen=True):
-    """The end of a batch: the indexes of those of its shards that are not left out, as
-    `IndexFrames` makes them. `unread_count` shards are left out since they could not be read. The
-    node indexes those that are left out one by one, and finds out why.
+    """The end of a batch: the indexes of its shards, as `IndexFrames` makes them. Shards that could
+    not be indexed are left out, `unread_count` of them because they could not be read. The node
+    then indexes each of these shards by itself, which shows what is wrong with it.
     """
 
-    indexes: bytes  # as in the node's index journal, each under its number in the batch
+    indexes: bytes  # as in the node's index journal, each under the shard's number in the batch
     preambles: tuple[BatchPreamble, ...] = ()
     unread_count: Unsigned = 0
 
@@ -417,7 +420,7 @@ ResultBody = (
 
 
 class Task(Message, frozen=True):
-    """The envelope of a node's message to a worker. Indexing tasks have a number, other than 0."""
+    """The envelope of a node's message to a worker. The number of an indexing task is never 0."""
 
     body: TaskBody | IndexingTask
     number: Unsigned = 0
@@ -431,31 +434,31 @@ class Result(Envelope, frozen=True):
 
 
 class StartChild(Message, frozen=True):
-    """Fork a process of this role, such as "worker", with this limit of private memory."""
+    """Fork a process of this role."""
 
-    number: Unsigned  # the node's, by which it is meant from now on
+    number: Unsigned  # chosen by the node; later messages name the process by this number
     role: str  # "worker", "fetcher" or "lender"
-    memory_bytes: Unsigned  # that it may have of its own
+    memory_bytes: Unsigned  # limit on the private memory of the process
 
 
 class KillChild(Message, frozen=True):
-    """SIGKILL for the process of that number, if it lives."""
+    """Send SIGKILL to the process with this number, if it is alive."""
 
     number: Unsigned
 
 
 class ChildStarted(Message, frozen=True):
-    """The process of that number has this process id."""
+    """The process with this number has started, and has this process id."""
 
     number: Unsigned
     pid: Unsigned
 
 
 class ChildEnded(Message, frozen=True):
-    """The process of that number is gone; a negative `status` is the signal that ended it."""
+    """The process with this number has ended."""
 
     number: Unsigned
-    status: int  # what it returned, or the negative number of the signal
+    status: int  # exit status, or the negative number of the signal that ended the process
 
 
 ToForkServerBody = StartChild | KillChild

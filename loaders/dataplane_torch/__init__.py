@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from dataplane.base import collector
 
-# The garbage collector is off during these imports: it would visit all objects that torch creates,
-# which live forever, and that takes as long as the imports themselves.
+# Turn the garbage collector off during these imports: visiting all the objects that torch creates,
+# which live forever, would take as long as the imports themselves.
 with collector.resting():
     from dataplane_torch.loader import DataLoader
 
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     __all__ += _errors.__all__
     __all__ += _registry.__all__
 
-# Imported on first use, so that a loader can start its node before it imports the rest. All other
-# names are image steps, or errors.
+# Import these names on first use, so that a loader can start its node before it imports their
+# modules. All other public names are image steps or errors.
 _MODULES = {
     "BatchColumn": "dataplane_torch.schema",
     "Mixture": "dataplane.transforms.mixture_options",

@@ -22,7 +22,7 @@ _OF_TORCH = (
 
 
 def prepare(accelerator: Accelerator, loader: torch.utils.data.DataLoader[Any]) -> Any:
-    """Like accelerator.prepare(loader), but keeps dataplane's loader instead of torch's.
+    """Prepare a loader like accelerator.prepare(loader), but keep dataplane's loader.
 
         model, optimizer = accelerator.prepare(model, optimizer)
         loader = prepare(accelerator, DataLoader(dataset, batch_size=32, shuffle=True))
@@ -45,7 +45,8 @@ def prepare(accelerator: Accelerator, loader: torch.utils.data.DataLoader[Any]) 
             "_non_blocking": accelerator.non_blocking,
         }
         return _registered(accelerator, _Prepared(loader.dataset, **shell), loader)
-    # type() instead of isinstance: Accelerate's loaders report the class of the loader they wrap.
+    # Check type() instead of isinstance(): Accelerate's loaders report the class of the loader that
+    # they wrap.
     found: Any = loader
     if not issubclass(type(loader), DataLoaderShard):
         found = _shared_out(accelerator, loader)
@@ -67,15 +68,16 @@ def prepare(accelerator: Accelerator, loader: torch.utils.data.DataLoader[Any]) 
 
 
 class _Prepared(DataLoaderShard):  # type: ignore[misc]
-    """Accelerate's loader over one of dataplane's. It saves that loader's state."""
+    """Accelerate's loader over a dataplane loader, whose state it saves."""
 
     _is_accelerate_prepared = True
     iteration: int
 
     def adopt(self, loader: DataLoader[Any]) -> None:
-        """Read from this loader."""
+        """Read from `loader`."""
         self.base_dataloader, self.use_stateful_dataloader = loader, True
-        # An empty state is the start. Asking a loader over a Dataset would start its workers.
+        # Over a Dataset, begin with an empty state, which means the start: `state_dict` would start
+        # the workers.
         state = loader.state_dict() if isinstance(loader.dataset, Shards) else {}
         self.dl_state_dict = {**state, EPOCH_KEY: self.iteration}
 
@@ -93,7 +95,7 @@ class _Prepared(DataLoaderShard):  # type: ignore[misc]
 
 
 def _shared_out(accelerator: Accelerator, loader: torch.utils.data.DataLoader[Any]) -> Any:
-    """Like accelerator.prepare_data_loader(), but without registering the loader that it makes."""
+    """Make a loader like accelerator.prepare_data_loader(), but do not register it."""
     return prepare_data_loader(
         loader,
         accelerator.device,
@@ -112,7 +114,9 @@ def _shared_out(accelerator: Accelerator, loader: torch.utils.data.DataLoader[An
 
 
 def _as_ours(loader: torch.utils.data.DataLoader[Any], ours: Mapping[str, Any]) -> DataLoader[Any]:
-    """Return a dataplane loader equal to torch's. `ours` are arguments that torch's lacks."""
+    """Return a dataplane loader with the arguments of a torch loader, and `ours`, arguments that
+    torch's loader lacks.
+    """
     given: dict[str, Any] = {name: getattr(loader, name) for name in _OF_TORCH}
     if loader.batch_sampler is not None and loader.batch_size is None:
         given["batch_sampler"] = loader.batch_sampler

@@ -54,7 +54,7 @@ _CHECKED_MAX = 256
 _WILDCARD = re.compile(r"[*?\[{]")
 _ONE_SLASH = re.compile(r"(s3[an]?|gs|gcs|az|azure|https?|hf|file|pipe):", re.IGNORECASE)
 
-# Arguments that only torch's DataLoader has: the default, which is accepted, and advice.
+# For each argument that only torch's DataLoader has: its default, which is accepted, and advice.
 _TORCH_ONLY: Final[Mapping[str, tuple[object, str]]] = {
     "sampler": (None, "the order comes from shuffle, seed, lanes and window"),
     "batch_sampler": (None, "batches come from batch_size or global_batch_size"),
@@ -115,9 +115,10 @@ class JobToOpen(Struct, frozen=True):
                     raise ShardNotFound(f"{name}{problem}", shard=url)
 
     def check_ranks(self, opened: JobOpened) -> None:
-        """Compare the opened job with those that other ranks have opened.
+        """Compare the opened job with the jobs that other ranks have opened.
 
-        Raises:  SpecMismatch: it differs.  PeerLost: the process group's store does not answer.
+        Raises:  SpecMismatch: the jobs differ.  PeerLost: the process group's store does not
+        answer.
         """
         check_pixels(opened.pixels)
         if not self.is_named:
@@ -125,9 +126,11 @@ class JobToOpen(Struct, frozen=True):
             check_layout(self.request.job_id, self.request.topology, digest)
 
     def check_weights(self, found: WeightsChanged, epoch: int, cursor: int, number: int) -> None:
-        """Compare new weights with those that other ranks have set. `number` counts such changes.
+        """Compare new weights with the weights that other ranks have set. `number` counts these
+        changes.
 
-        Raises:  SpecMismatch: they differ.  PeerLost: the process group's store does not answer.
+        Raises:  SpecMismatch: the weights differ.  PeerLost: the process group's store does not
+        answer.
         """
         if not self.is_named:
             weights = f"{epoch}:{cursor}:{found.mix.digest}"
@@ -188,7 +191,7 @@ def _transforms(options: UrlOptions) -> tuple[ImageSpec, ...]:
     names = ("transforms", "decode", "bad_images")
     if all(options[name] == DEFAULTS[name] for name in names):  # type: ignore[literal-required]
         return ()
-    # A late import: loaders without images start faster without it.
+    # Import late, so that loaders without images start faster.
     from dataplane.transforms.images import image_specs
 
     transforms, bad_images = options["transforms"] or {}, options["bad_images"]
@@ -198,8 +201,8 @@ def _transforms(options: UrlOptions) -> tuple[ImageSpec, ...]:
 
 
 def _bad_max(options: UrlOptions) -> float:
-    """Return the share of rows that may be replaced since they cannot be read; 0 if they end the
-    run.
+    """Return the share of rows that may be replaced because they cannot be read; 0 if such a row
+    ends the run.
     """
     on_bad, given = options["on_bad"], options["bad_max"]
     if not isinstance(on_bad, str) or on_bad not in {RAISE, REPLACE}:
@@ -280,7 +283,7 @@ def passed_options(given: Arguments) -> list[str]:
 
 
 def _is(given: object, default: object) -> bool:
-    """Return whether an argument has its default. Arrays, which compare by element, never have."""
+    """Return whether an argument has its default. Arrays, which compare by element, never do."""
     return given is default or (default is not None and given == default)
 
 
@@ -329,13 +332,13 @@ def _urls_of(mixture: Mixture) -> dict[str, tuple[str, ...]]:
 
 
 Before = Urls | Mapping[str, Urls] | None
-"""Urls of a dataset, or those of the sources of a mixture by name."""
+"""The urls of a dataset, or the urls of the sources of a mixture, by name."""
 
 
 def before_of(given: Before) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Return the urls of former datasets by the names of sources, "" without a mixture.
 
-    Raises:  ConfigError: one is not a url.
+    Raises:  ConfigError: `given` has something that is not a url.
     """
     if given is None:
         return ()
@@ -426,7 +429,7 @@ def listed(dataset: Any) -> Any:
 
 
 def _may_hold_paths(dataset: Any) -> bool:
-    """Return whether this is a collection or an iterator, but not a list, tuple or mapping, not a
+    """Return whether `dataset` is a collection or an iterator, but not a list or a tuple, not a
     text, and not an array of numbers.
     """
     if isinstance(dataset, list | tuple | str | bytes | bytearray):

@@ -34,7 +34,7 @@ from dataplane_torch.schema import Schema, schema_of
 from dataplane_torch.tensors import Batch, Decoder
 from dataplane_torch.torch_private import workers
 
-# Workers of passes older than this no longer start.
+# How many passes to remember. Workers of older passes can no longer start.
 _PASSES_KEPT = 64
 _LOCK_S_MAX, _LOCK_PAUSE_S = 60.0, 0.0005
 
@@ -74,7 +74,7 @@ class ShardedIterableDataset(IterableDataset[Batch]):
         self._job.check_files()
         self._dataset_moved = filled["dataset_moved"]
         self._passes = _Passes()
-        # The weights of a loaded state, which workers need and inherit.
+        # The weights of a loaded state: workers need them, and inherit them with the dataset.
         self._mix: MixHistory | None = None
         self._mix_mark = _shared_zeros(1)
         self._session: Session | None = None
@@ -106,8 +106,8 @@ class ShardedIterableDataset(IterableDataset[Batch]):
         return self._pass(session, decoder, place, first_step, count)
 
     def __len__(self) -> int:
-        """The steps of the whole epoch of the running pass, or of the next pass if none is running,
-        over all DataLoader workers.
+        """Return the number of steps of the whole epoch of the running pass, or of the next pass if
+        none is running, over all DataLoader workers.
         """
         return epoch_steps(self._session_of_process(), self._passes.present()[0]).count
 
@@ -161,7 +161,7 @@ class ShardedIterableDataset(IterableDataset[Batch]):
         `change`, a state of another recipe is accepted: see DataLoader.load_state_dict.
 
         Raises:  SpecMismatch: the state is of another job.  VersionMismatch: a newer version saved
-        it.  ConfigError: it is damaged.
+        the state.  ConfigError: the state is damaged.
         """
         session = self._session_of_process()
         state, sentence = resumed(
@@ -171,7 +171,8 @@ class ShardedIterableDataset(IterableDataset[Batch]):
             change=change,
             before=before_of(before),
         )
-        # DataLoader workers, which start later, open the same stage.
+        # Keep the changed request, so that DataLoader workers, which start later, open the same
+        # stage.
         self._job = replace(self._job, request=session.request)
         mixture = session.job.spec.mixture
         is_own = mixture is None or session.mix == mixture.history
@@ -214,7 +215,7 @@ class ShardedIterableDataset(IterableDataset[Batch]):
         try:
             while (batch := reader.next()) is not None:
                 yield batch
-                del batch  # otherwise it would be kept alive while the next one is made
+                del batch  # do not keep the batch alive while the next one is made
         finally:
             reader.close()
         self._passes.finish(number)
@@ -228,7 +229,7 @@ class ShardedIterableDataset(IterableDataset[Batch]):
                 job.endpoint,
                 job.request,
                 stall_timeout_s=job.stall_timeout_s,
-                warns=_place()[0] == 0,  # only the first of the DataLoader workers
+                warns=_place()[0] == 0,  # warn in only one of the DataLoader workers
             )
             self._session.mix = self._mix
             weakref.finalize(self, self._session.close).atexit = False
@@ -249,15 +250,17 @@ class _Passes:
 
     def __init__(self) -> None:
         self._lock = f"\0dataplane-passes-{uuid.uuid4().hex}"
-        # The next epoch and its cursor; how many passes have begun.
+        # `_next` is the next epoch and its cursor, `_count` the number of passes that have begun.
         self._next, self._count = _shared_zeros(2), _shared_zeros(1)
-        # The last passes: their key, epoch, cursor, and how many workers are still reading.
+        # A row per recent pass: its key (seed, begun, first), epoch, cursor, and the number of
+        # workers that are still reading.
         self._rows = _shared_zeros(_PASSES_KEPT, 6)
-        # In this process: how many passes it has begun, and how many at the last choice.
+        # `_begun` counts the passes that this process has begun; `_chosen` is the `_count` at this
+        # process's last choice of an epoch.
         self._begun = self._chosen = 0
 
     def choose(self, epoch: int, cursor: int | None = None) -> None:
-        """Make the next pass read this epoch from this cursor on; without a cursor, from the one
+        """Make the next pass read this epoch from this cursor on. Without a cursor, keep the cursor
         that was chosen for this epoch before, if any.
         """
         if cursor is None:
@@ -273,9 +276,10 @@ class _Passes:
         worker, count = _place()
         info = get_worker_info()
         self._begun += 1
-        # Workers of one pass have the same seed. But torch may draw one seed for two passes, so
-        # also compare how many passes this process has begun: torch starts the workers of a pass
-        # one after the other, and persistent workers begin all passes in turn.
+        # Find the row of this pass. Workers of one pass have the same seed, but torch may draw the
+        # same seed for two passes. So also compare how many passes the processes have begun, which
+        # persistent workers do in turn, and the number of the pass's first process: torch starts
+        # the workers of a pass one after the other.
         seed = -1 if info is None else info.seed - worker
         started = re.search(r"\d+$", multiprocessing.current_process().name)
         first = int(started[0]) - worker if started else 0
@@ -294,14 +298,14 @@ class _Passes:
         return passes, epoch, cursor
 
     def finish(self, number: int) -> None:
-        """Count a worker that has read all of its steps of a pass."""
+        """Note that a worker has read all of its steps of a pass."""
         with self._alone():
             if number >= int(self._count) - _PASSES_KEPT:
                 self._rows[number % _PASSES_KEPT, 5] -= 1
 
     def present(self, *, is_over: bool = True) -> tuple[int, int]:
-        """Return epoch and cursor at which the last pass began, if it has steps left; otherwise, if
-        `is_over` says that it then is over, those of the next pass.
+        """Return the epoch and cursor at which the last pass began, if it has steps left, or if
+        `is_over` is false; otherwise the epoch and cursor of the next pass.
         """
         number = int(self._count) - 1
         if number >= self._chosen:
@@ -316,8 +320,8 @@ class _Passes:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Exclude other processes and threads. The lock is the name of a socket: no descriptor has
-        to be inherited by workers, and the kernel releases it when its process ends.
+        """Exclude other processes and threads within the block. The lock is the name of a socket:
+        workers need to inherit no descriptor, and the kernel releases the name when a process ends.
         """
         deadline = time.monotonic() + _LOCK_S_MAX
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as lock:

@@ -27,7 +27,9 @@ class Target(Protocol):
         ...
 
     def pinning(self, *, reads_all: bool) -> Pinning:
-        """Return how memory is pinned for copies; `reads_all` if users never read that memory."""
+        """Return how memory is pinned for copies. `reads_all`: only copies to the device read the
+        memory, and users never do.
+        """
         ...
 
 
@@ -57,7 +59,7 @@ class CudaCopyStream:
     @contextlib.contextmanager
     def copying(self) -> Iterator[Copy]:
         """Implement CopyStream.copying."""
-        # A batch may be copied ahead in inference mode, but be used after inference mode has ended.
+        # Leave inference mode for the copy: the batch may be used after inference mode has ended.
         with torch.inference_mode(mode=False), torch.cuda.stream(self._stream):
             yield functools.partial(moved, device=self.device)
 
@@ -79,7 +81,7 @@ class CudaCopyStream:
 def find_target(given: Given) -> Target | None:
     """Return the device that `device` names; None if batches stay in host memory.
 
-    Raises:  ConfigError: it does not name a device, or the device does not exist.
+    Raises:  ConfigError: `given` does not name a device, or the device does not exist.
     """
     device = _parsed(given)
     if device is None or device.type == "cpu":
@@ -131,7 +133,7 @@ def _stream_of(index: int) -> torch.cuda.Stream:
 def _wait_for_copies() -> None:
     event: Any = torch.cuda.Event
     for stream in list(_streams.values()):
-        # With a blocking event, this thread sleeps; otherwise it would use a CPU while waiting.
+        # Use a blocking event, so that this thread sleeps instead of using a CPU while it waits.
         end = event(blocking=True)
         end.record(stream)
         end.synchronize()

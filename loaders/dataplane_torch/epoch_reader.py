@@ -1,4 +1,4 @@
-"""Convert a stream of slabs to single batches, with the position after each."""
+"""Convert a stream of slabs to single batches, with the position after each batch."""
 
 from __future__ import annotations
 
@@ -44,20 +44,21 @@ class EpochReader:
         copy_stream: CopyStream | None = None,
         replays: bool = False,
     ) -> None:
-        """With `replays`, all batches are those of the first slab."""
+        """Prepare the reader. With `replays`, every slab is the first slab again."""
         self.epoch, self.start_cursor = epoch, cursor
         self.step, self.stride = first_step, stride
         self.valid_count: int | None = None
         self._decoder = decoder
         self._session, self._steps = session, epoch_steps(session, epoch, cursor)
         self._steps.check_ranks(epoch)
-        # The step at which other weights of a mixture begin, and these weights.
+        # The step at which new weights of a mixture take effect, and the new weights.
         self._change: tuple[int, MixHistory] | None = None
-        # The weights that people requested while the job runs, as the session last reported them.
+        # The session's last `mixes_asked`: weights that people requested while the job runs.
         self._known: tuple[MixAt, ...] = ()
         self._asked: list[MixAt] = []
-        # A worker that waits for its turn must not keep a slab that another worker needs.
         self._place = session.request.topology
+        # Do not read ahead in a DataLoader worker: a worker that waits for its turn must not keep a
+        # slab that another worker needs.
         self._stream = (
             None
             if decoder.is_empty
@@ -73,7 +74,7 @@ class EpochReader:
 
     @property
     def cursor(self) -> int:
-        """How many samples all ranks together have consumed after the last returned batch."""
+        """The number of samples that all ranks have consumed after the last returned batch."""
         return self._steps.after(max(0, self.step - self.stride + 1))
 
     @property
@@ -110,17 +111,17 @@ class EpochReader:
             elif self.is_complete:
                 self._ready = []
             if self._change is not None and self.step >= self._change[0]:
-                # The batches read ahead still have the previous weights.
+                # Drop batches that were read ahead, which have the previous weights.
                 self._ready = []
                 stream.change(self._change[1])
                 self._change = None
                 if self.is_complete:
                     return False
-            # After an interrupt, the batches that are ready may be of another step: request the
-            # right one again.
+            # Use a ready batch only if it is that of the present step: after an interrupt it may be
+            # of another step, and the right one is requested again.
             if self._ready and self._ready[-1][0].step == self.step:
                 return True
-            # Release the present slab first, since the next one may need its memory.
+            # Release the present slab first, since the next slab may need its memory.
             self._ready = []
             known = self._session.mixes_asked
             with in_profile("dataplane.wait"):
@@ -148,9 +149,8 @@ class EpochReader:
                 self.change(found.position if found.epoch == self.epoch else None)
 
     def change(self, position: int | None) -> None:
-        """Apply other weights of a mixture, which the session has: from this position of the epoch
-        on, or with None only in the next epoch. Steps before that position were read ahead and
-        stay.
+        """Apply the session's new weights of a mixture, from this position of the epoch on; with
+        None, only in the next epoch. Earlier steps that were read ahead keep their batches.
         """
         mix, before = self._session.mix, self._steps
         self._steps = epoch_steps(self._session, self.epoch, self.start_cursor)
@@ -158,7 +158,8 @@ class EpochReader:
         if is_known or mix is None or position is None:
             self._change = None
             return
-        # The last step with the previous weights may extend beyond its global batch.
+        # Limit the step to the last one with the previous weights, which may have more samples than
+        # a global batch.
         live, last = before.gaps.live, before.count - 1
         step = (live(position) - live(self.start_cursor)) // before.global_batch
         self._change = (min(step, last), mix)
@@ -185,7 +186,7 @@ class EpochReader:
 
     def _look_ahead(self, step: int) -> None:
         stream = self._stream
-        # Ignore errors of a batch that is not due yet: they are raised again when it is.
+        # Ignore errors of a batch that is not due yet: they are raised again when it is due.
         with contextlib.suppress(Exception):
             at_hand = stream is not None and step < self._steps.count and stream.is_at_hand
             if stream is not None and at_hand and not self._ready:

@@ -16,7 +16,7 @@ from dataplane.transforms.pixels_advice import how_to_agree
 from dataplane_torch.torch_private.process_group import default_store
 
 _inheritors: set[int] = set()
-"""Groups that were inherited by fork, whose connections belong to the parent."""
+"""The ids of forked processes, whose inherited process group has connections of the parent."""
 
 
 def launch_token() -> str:
@@ -30,7 +30,7 @@ def launch_token() -> str:
 
 def check_pixels(pixels: str) -> None:
     """Check that the nodes of all ranks make the same pixels. The ranks compare this themselves,
-    since nodes that they start share no coordinator. Does nothing without a process group.
+    since nodes that they start share no coordinator. Do nothing without a process group.
 
     Raises:  SpecMismatch: the node of the first rank uses other image decoding software.  PeerLost:
     the store does not answer.
@@ -127,7 +127,7 @@ def _first_said(key: str, value: str) -> str:
             f"the store of the default process group does not answer: {error}", peer="process group"
         ) from error
     except (AttributeError, TypeError, ValueError, RuntimeError):
-        # The torch lacks this function, the group has no store (MPI), or its store cannot compare
+        # This torch lacks the function, the group has no store (MPI), or the store cannot compare
         # and set.
         return ""
 

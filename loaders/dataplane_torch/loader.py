@@ -1,6 +1,6 @@
 """DataLoader: torch's interface over any torch Dataset, and over the urls of shards.
 
-Modules for only one of the two are imported when a loader is opened. Modules for a job are imported
+Modules for only one of these are imported when a loader is opened. Modules for a job are imported
 after its node was started, since a node takes longer to start than these imports.
 """
 
@@ -164,14 +164,14 @@ class DataLoader(LoaderBase[_T_co]):
         self.snapshot_every_n_steps = snapshot_every_n_steps
 
     def __iter__(self) -> Any:
-        """Begin one pass: an iterator of batches."""
+        """Begin one pass, and return its iterator of batches."""
         if self._shards is not None:
             with brief:
                 return self._shards.begin()
         if self._begun is not None:
             begun, self._begun = self._begun, None
         elif (kept := cast("WorkerPass | None", self._kept_pass)) is not None and kept.is_ours:
-            begun = kept  # with persistent workers
+            begun = kept  # reuse the pass with its persistent workers
             begun.begin_again(self)
         else:
             begun = self._new_pass()
@@ -179,7 +179,7 @@ class DataLoader(LoaderBase[_T_co]):
         return begun
 
     def __len__(self) -> int:
-        """The steps of a whole epoch, even if a resumed pass has fewer left.
+        """Return the number of steps of a whole epoch, even if a resumed pass has fewer left.
 
         Raises:  TypeError: the dataset is iterable and has no length.
         """
@@ -202,8 +202,8 @@ class DataLoader(LoaderBase[_T_co]):
 
     @property
     def schema(self) -> Schema:
-        """Return the columns of batches: stored type, unit, time zone, dtype and shape. Opens the
-        dataset, but reads no batch.
+        """Return the columns of batches: stored type, unit, time zone, dtype and shape. Open the
+        dataset, but read no batch.
 
         Raises:  ConfigError: over a Dataset, whose samples are known only when they are made.
         """
@@ -221,9 +221,9 @@ class DataLoader(LoaderBase[_T_co]):
         return () if self._shards is None else self._shards.sources
 
     def set_weights(self, weights: Mapping[str, float]) -> MixStep:
-        """Change the shares of a mixture's sources: {"web": 0.3, "code": 0.7}, in its unit. They
-        take effect with the first round that begins at the present position or later; the first
-        step of that round is returned. Every rank must call this after the same step, with the same
+        """Change the shares of a mixture's sources: {"web": 0.3, "code": 0.7}, in its unit. The new
+        shares take effect with the first round that begins at the present position or later. Return
+        the first step of that round. Every rank must call this after the same step, with the same
         weights. States contain the weights (docs/mixtures.md).
 
         Raises:  ConfigError: this loader is not over a Mixture, or the weights do not fit its
@@ -235,13 +235,13 @@ class DataLoader(LoaderBase[_T_co]):
             return self._shards.set_weights(weights)
 
     def skip(self, steps: int) -> int:
-        """Pass over the next steps, in the running pass or the next one, as after a spike of the
-        loss. Every rank must call this after the same step, with the same number. States go on
-        after these steps, and their digest leaves them out. Return how many steps these are: fewer
-        at the end of the epoch. `dataplane skip` leaves steps out of a job of a service, also when
-        it is resumed from an earlier state.
+        """Skip the next steps, in the running pass or the next one, as after a spike of the loss.
+        Every rank must call this after the same step, with the same number. Later states continue
+        after the skipped steps, and their digest leaves these out. Return the number of skipped
+        steps, which is smaller at the end of the epoch. `dataplane skip` leaves steps out of a job
+        of a service, even if the job is resumed from an earlier state.
 
-        Raises:  ConfigError: it is not a number of steps, or this loader is over a Dataset.
+        Raises:  ConfigError: `steps` is not a number of steps, or this loader is over a Dataset.
         """
         if self._shards is None:
             raise ConfigError("only loaders over urls can skip() steps", field="dataset")
@@ -266,10 +266,9 @@ class DataLoader(LoaderBase[_T_co]):
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next pass. If it is the epoch of a loaded state, the position is
         kept, so that the usual `for epoch in range(start, …): loader.set_epoch(epoch)` resumes.
-        Over a Dataset, this calls the set_epoch() of the dataset and its samplers, if they have
-        one.
+        Over a Dataset, call the set_epoch() of the dataset and its samplers, if they have one.
 
-        Raises:  ConfigError: it is not an epoch.
+        Raises:  ConfigError: `epoch` is not an epoch.
         """
         epoch = epoch_of(epoch)
         if self._shards is not None:
@@ -290,9 +289,9 @@ class DataLoader(LoaderBase[_T_co]):
         return self._shards.statistics()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of this run; yielded batches count as consumed. Plain values, which
-        can be saved as JSON unless a user's own states cannot. Over urls it is the same on every
-        rank.
+        """Return the position of this run; yielded batches count as consumed. The state has plain
+        values and can be saved as JSON, unless the states of a user's own objects cannot. Over
+        urls, the state is the same on every rank.
         """
         if self._shards is not None:
             with brief:
@@ -301,15 +300,15 @@ class DataLoader(LoaderBase[_T_co]):
         if latest is not None:
             self._place = latest.place
         elif self._place is None:
-            # No pass has begun: begin one now, which the next iter() returns.
+            # No pass has begun: begin a pass now, which the next iter() returns.
             self._begun = latest = self._new_pass()
             self._keep(latest)
             self._place = latest.place
         return self._place.state().to_dict()
 
     def ledger(self) -> str:
-        """Return the record of this run's data, as JSON lines to be saved beside its checkpoints:
-        `dataplane trace`, `where` and `replay` find in it which rows any step has.
+        """Return the record of this run's data, as JSON lines to be saved beside its checkpoints.
+        From this record, `dataplane trace`, `where` and `replay` find the rows of any step.
 
         Raises:  ConfigError: over a Dataset, whose samples have no names.
         """
@@ -328,15 +327,17 @@ class DataLoader(LoaderBase[_T_co]):
         a map-style Dataset with any number of workers. An empty state means the start.
 
         Over urls, `change` accepts a state that was saved with other arguments or shards, and
-        begins a new stage of the run: "restart" begins an epoch with all data at once, "unread" one
-        with what the interrupted epoch had not delivered, and what is new. The latter needs the
-        shards of the state's run: `before` names them, or a manifest, if the loader's own do not
-        begin with them (of a mixture, by source). Every rank must pass the same. The returned
-        sentence says what has changed; it is "" if nothing has, and then the state is resumed as
-        without `change` (docs/training.md).
+        begins a new stage of the run: "restart" at once begins an epoch with all data; "unread"
+        begins an epoch with the data that the interrupted epoch had not delivered, and with new
+        data. For "unread", the shards of the state's run are needed: if the loader's own shards do
+        not begin with these, `before` names them or their manifest (for a mixture, by source).
+        Every rank must pass the same arguments. The returned sentence says what has changed. It is
+        "" if nothing has changed, and then the state is resumed as without `change`
+        (docs/training.md).
 
         Raises:  SpecMismatch: the state is of another job.  VersionMismatch: a newer version saved
-        it.  ConfigError: it is not a state, or batch size, length or workers have changed.
+        the state.  ConfigError: `state_dict` is not a state, or batch size, length or workers have
+        changed.
         """
         with brief:
             if self._shards is not None:
@@ -373,8 +374,8 @@ class DataLoader(LoaderBase[_T_co]):
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """Refuse Accelerate, which reads this attribute before it builds a torch loader from this
-        one.
+        """Refuse Accelerate over urls, and warn over a Dataset: Accelerate reads this attribute
+        before it builds a torch loader from this loader.
 
         Raises:  ConfigError: over urls, which torch's loader cannot read.
         """
@@ -416,9 +417,9 @@ class DataLoader(LoaderBase[_T_co]):
             refuse_torch_arguments(of_torch)
             job = _open_job(given, self._target, pin_memory=pin_memory)
             self._shards, shards = job, cast("Dataset[Any]", job.dataset)
-            # torch accepts only Python's own integers.
+            # Convert numpy's integers, since torch accepts only Python's own.
             super().__init__(shards, whole(given.batch_size), drop_last=given.drop_last)
-            # Frameworks call set_epoch() of the loader's sampler.
+            # Give the sampler a set_epoch(), which frameworks call.
             cast("Any", self.sampler).set_epoch = job.set_epoch
             self.shuffle = bool(given.shuffle)
             self.pin_memory, self.timeout = pin_memory, given.timeout
@@ -461,8 +462,8 @@ class DataLoader(LoaderBase[_T_co]):
 
 
 def _open_job(given: Arguments, target: Target | None, *, pin_memory: bool) -> UrlJob:
-    """Return the job over urls. If this process has no node yet, a node is started and begins to
-    open the dataset; nothing waits for it before the first use.
+    """Return the job over urls. If this process has no node yet, start a node, which begins to open
+    the dataset. The loader does not wait for the node before the first use.
 
     Raises:  as `job_of`, and `JobToOpen.check_files`.
     """
@@ -470,7 +471,7 @@ def _open_job(given: Arguments, target: Target | None, *, pin_memory: bool) -> U
     begun = job.begin()
     try:
         job.check_files()
-        with collector.resting():  # as in dataplane_torch/__init__.py
+        with collector.resting():  # for the reason in dataplane_torch/__init__.py
             from dataplane_torch.pinning import cuda_pinning
             from dataplane_torch.shards import UrlJob
 
@@ -517,7 +518,7 @@ def _target_of(device: Given) -> Target | None:
 
 
 def _refuse_neither(dataset: object) -> None:
-    """Raises:  ConfigError: it is neither a torch Dataset nor a url."""
+    """Refuse other objects.   Raises:  ConfigError: `dataset` is no torch Dataset and no url."""
     needs = ("__getitem__", "__getitems__", "__iter__")
     if not any(hasattr(dataset, need) for need in needs):
         raise ConfigError(

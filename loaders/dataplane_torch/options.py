@@ -1,4 +1,4 @@
-"""The options of loaders over urls beyond torch's arguments, in groups, and the checks of those
+"""The options of loaders over urls beyond torch's arguments, in groups, and the checks of options
 that decide the order. Options of rows and columns are in dataplane/transforms/options.py.
 """
 
@@ -121,7 +121,7 @@ class Arguments(Struct, frozen=True):
 
 _SEED_MAX = (1 << 64) - 1
 
-# Options that are texts: what to pass, and the least and the most characters.
+# For each option that is a text: what to pass, and the minimum and maximum number of characters.
 _TEXTS: Final[Mapping[str, tuple[str, int, int]]] = {
     "name": ("the name of the job", 1, NAME_LENGTH_MAX),
     "sharing": ("the name of the group that jobs with equal loaders share", 1, 200),
@@ -150,7 +150,10 @@ brief = _Brief()
 
 
 def check_texts(options: UrlOptions) -> None:
-    """Raises:  ConfigError: an option that is a text is something else, or too long."""
+    """Check the options that are texts.
+
+    Raises:  ConfigError: an option is not a text, or its length is wrong.
+    """
     for name, (what, least, most) in _TEXTS.items():
         given: object = {**options}[name]
         if given is not None and (not isinstance(given, str) or not least <= len(given) <= most):
@@ -283,7 +286,7 @@ def _count(name: str, value: object, least: int, most: int = (1 << 31) - 1) -> i
 def epoch_of(given: object) -> int:
     """Check the epoch that `set_epoch` was given.
 
-    Raises:  ConfigError: it is not an epoch number.
+    Raises:  ConfigError: `given` is not an epoch number.
     """
     number = whole(given)
     if number is None or not 0 <= number < PLACE_MAX:

@@ -1,6 +1,6 @@
 """The part of each batch that a rank gets: the columns of its pipeline stage, and its part of each
-sequence. The trainer selects it, so the job's spec, batches, state and order do not depend on it,
-and all stages share what the node makes.
+sequence. The trainer selects the part, so the job's spec, batches, state and order do not depend on
+it, and all stages share the batches that the node makes.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from dataplane.model.errors import ConfigError
 from dataplane.model.records import ColumnSpec, Kind, Topology
 
 _SIDES: Final = (".is_null", ".length")
-"""Suffixes of columns that a loader adds to another column: they are in the same stages as that."""
+"""Suffixes of columns that a loader adds to another column, whose stages they share."""
 _AXIS: Final = 1
 
 
 class RankParts(Struct, frozen=True):
-    """The part of one rank. `columns` are those of its stage; None means all. Of the columns in
-    `sequences`, the rank gets part `cp_rank` of `cp_size` equal parts of the second axis.
+    """The part of one rank. `columns` are the columns of its stage; None means all columns. Of the
+    columns in `sequences`, the rank gets part `cp_rank` of `cp_size` equal parts of the second
+    axis.
     """
 
     columns: tuple[str, ...] | None = None
@@ -70,7 +71,7 @@ class RankParts(Struct, frozen=True):
         return whole_length // self.cp_size if name in self.sequences else whole_length
 
     def has(self, name: str) -> bool:
-        """Whether this rank gets a column."""
+        """Return whether this rank gets a column."""
         if self.columns is None or name in self.columns:
             return True
         return any(name == f"{column}{side}" for column in self.columns for side in _SIDES)

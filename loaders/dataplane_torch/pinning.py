@@ -2,11 +2,11 @@
 
 `x.to("cuda", non_blocking=True); del x` is normal code: the tensor is freed while its copy is still
 running. So a slab without references is released only after the devices have finished. A thread
-waits for that, for many slabs at once, so that no finalizer waits.
+waits for the devices, for many slabs at once, so that no finalizer waits.
 
 The thread waits for all work of all devices, since a user may copy in any stream. If users never
-see the memory, as in a loader over urls that yields batches on a device, it waits only for the
-copies.
+see the memory, as in a loader over urls that yields batches on a device, the thread waits only for
+the copies.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Device(Protocol):
         ...
 
     def is_used(self) -> bool:
-        """Whether this process has given a device any work."""
+        """Return whether this process has given a device any work."""
         ...
 
     def synchronize(self) -> None:
@@ -51,8 +51,8 @@ class Device(Protocol):
 
 
 def wait_for_all_work() -> None:
-    """Wait until the devices have finished all submitted work. Skips devices without a context,
-    since asking such a device would create one.
+    """Wait until the devices have finished all submitted work. Skip devices without a context,
+    since waiting for such a device would create a context.
     """
     for index in range(torch.cuda.device_count()):
         if has_cuda_context(index):
@@ -70,7 +70,7 @@ class Cuda:
         cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         status = int(cudart.cudaHostRegister(address, size_bytes, _PORTABLE))
         if status:
-            # CUDA reports the error once more at the next kernel launch: launch one here.
+            # Launch a kernel here, since CUDA reports the error once more at the next launch.
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device="cuda")
             raise RuntimeError(f"cudaHostRegister: error {status}")
@@ -110,7 +110,7 @@ class DevicePinning:
         def unpin() -> None:
             if os.getpid() != pid:
                 return
-            self._dead.put(None)  # ends one thread
+            self._dead.put(None)  # end one thread
             if registered:
                 with contextlib.suppress(RuntimeError):  # at process exit CUDA shuts down first
                     self._device.unregister(address)
@@ -118,7 +118,9 @@ class DevicePinning:
         return unpin
 
     def when_unread(self, release: Release) -> None:
-        """Release now if no device has ever had work, otherwise in the thread. For finalizers."""
+        """Call `release` now if no device has ever had work, otherwise in the thread. Finalizers
+        may call this.
+        """
         if self._device.is_used():
             self._dead.put(release)
         else:
@@ -144,13 +146,13 @@ def cuda_pinning(*, wanted: bool) -> Pinning | None:
 
 
 def _give_back_dead(device: Device, dead: queue.SimpleQueue[Release | None]) -> None:
-    # Each round is a function call, so that a waiting thread holds no reference to pinned memory.
+    # Make each round a function call, so that a waiting thread holds no reference to pinned memory.
     while _gave_back(device, dead):
         pass
 
 
 def _gave_back(device: Device, dead: queue.SimpleQueue[Release | None]) -> bool:
-    """Wait for slabs to be dead, and release them. Return False if `dead` ended with None."""
+    """Wait for dead slabs, and release them. Return False if None in `dead` ends the thread."""
     releases: list[Release] = []
     ends = False
     while not ends and not (releases and dead.empty()):

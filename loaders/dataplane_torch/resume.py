@@ -13,7 +13,7 @@ from dataplane.client.state import RunState
 from dataplane.model.errors import ConfigError
 
 REPLAY = "replay_first_slab"
-"""The option, and the only key in the state of a run with it."""
+"""The name of the option, and the only key in the state of a run with this option."""
 
 
 def resumed(
@@ -24,20 +24,21 @@ def resumed(
     change: str | None = None,
     before: Named = (),
 ) -> tuple[RunState, str]:
-    """Return the state, if the session's job may resume from it; an empty one means the start. The
-    session then has the weights of the state. If the loader's own weights were changed since it was
-    saved, these apply from the first round on that begins at the state's position or later.
+    """Return the state, if the session's job may resume from it; an empty state means the start.
+    Set the session's weights to those of the state. If the loader's own weights have changed since
+    the state was saved, the new weights apply from the first round that begins at the state's
+    position or later.
 
-    With a `change`, a state of another recipe is accepted, whose datasets were at the urls
-    `before`: return the begin of the next stage, and a sentence about it, which is "" if nothing
-    has changed.
+    With a `change`, accept a state of another recipe, whose datasets were at the urls `before`:
+    return the start of the next stage, and a sentence about the change, which is "" if nothing has
+    changed.
 
-    Warns on rank 0 if the job's ledger is not the one of the state's run, and if the state was
-    accepted only because of `dataset_moved`. That argument is meant for one resume, since it would
-    also accept a later change that keeps all sizes.
+    Warn on rank 0 if the job's ledger is not that of the state's run, if other software made the
+    state's images, and if the state was accepted only because of `dataset_moved`. That argument is
+    meant for one resume, since it would also accept a later change that keeps all sizes.
 
-    Raises:  SpecMismatch: the state is of another job.  VersionMismatch: a newer version saved it.
-    ConfigError: it is damaged, or of a run that replayed its first slab.
+    Raises:  SpecMismatch: the state is of another job.  VersionMismatch: a newer version saved the
+    state.  ConfigError: the state is damaged, or of a run that replayed its first slab.
     """
     if isinstance(state_dict, Mapping) and REPLAY in state_dict:
         raise ConfigError(

@@ -23,11 +23,11 @@ class BatchColumn(Struct, frozen=True):
     `stored_type` is Arrow's name for the type in the shards, "" for columns that the loader adds
     (lengths, masks). `unit` (D, s, ms, us, ns) and `time_zone` describe times, which are yielded as
     the stored integers. `category_count` is the number of distinct values of a column of codes.
-    `is_collated`: a collate function makes it.
+    `is_collated`: a collate function makes the column.
     `comes_as` is "tensor", "ragged" (`Ragged`), or, for a list, the type of its values: "str",
     "bytes" or "objects".
 
-    Shapes:  `shape` is that of the tensor, or of the values of a Ragged; a size is None if it
+    Shapes:  `shape` is the shape of the tensor, or of the values of a Ragged; a size is None if it
     differs between batches. Lists have at most `length_max` values; None means no limit.
     """
 
@@ -92,8 +92,7 @@ class Schema(Struct, frozen=True):
 
 
 def schema_of(columns: Sequence[DescribedColumn], parts: RankParts, *, is_collated: bool) -> Schema:
-    """Return the schema of batches with the columns that a node describes, as far as a rank gets
-    them.
+    """Return the schema of batches: of the columns that a node describes, those that a rank gets.
 
     Raises:  ConfigError: a column's type has no tensor.
     """

@@ -1,12 +1,11 @@
 """Copy batches to a device: the next batch is copied while the current step computes.
 
-Copies run in their own stream. They wait for no step, and only the step that needs a batch waits
-for its copy. Nothing here makes this thread wait for a device.
+Copies run in a stream of their own, which does not wait for training steps. Only the step that
+needs a batch waits for the batch's copy. This thread never waits for a device.
 
 Invariants:
 1. Before a batch is handed over, the caller's stream is made to wait for the copies, and the
-batch's
-   memory is recorded as used by that stream.
+   batch's memory is recorded as used by that stream.
 2. A batch whose copy has begun is not consumed until it is handed over: no position counts it, and
    its errors are raised when it is due.
 3. The host memory that a copy reads may be released while the copy is still running. Its owner
@@ -50,8 +49,8 @@ class CopyStream(Protocol):
         ...
 
     def record(self, copied: Any, stream: Any) -> None:
-        """Record that a stream uses the memory of a copy. When the copy is dropped, the allocator
-        reuses the memory only after the work that the stream has by then.
+        """Record that a stream uses the memory of a copy. After the copy is dropped, the allocator
+        reuses the memory only when the stream has finished the work submitted until then.
         """
         ...
 
@@ -101,7 +100,7 @@ class Sending:
 
                 batch = _mapped(self._batch, early)
             self._mark = self._copy_stream.mark()
-            # Drops the source, unless it is referenced elsewhere.
+            # Replace the source batch by its copy. This frees the source, unless the user keeps it.
             self._batch, self._copied = batch, copied
         return self._copied
 
@@ -110,7 +109,7 @@ class Sending:
 
 
 def moved(given: Any, device: torch.device) -> Any:
-    """`given.to(device)` in the caller's stream, without waiting if its `to` supports that."""
+    """Call `given.to(device)` in the caller's stream, without waiting if its `to` supports that."""
     try:
         copied = given.to(device, non_blocking=True)
     except TypeError:
@@ -119,9 +118,9 @@ def moved(given: Any, device: torch.device) -> Any:
 
 
 def _is_early(leaf: Any) -> bool:
-    """Return whether a leaf can be copied in another stream than the one that uses it, which
-    requires memory of the caching allocator. Everything else that has a `to()` is moved when it is
-    due, in the caller's stream.
+    """Return whether a leaf can be copied in another stream than the stream that uses it, which
+    requires memory of the caching allocator. All other leaves are moved when the batch is due, in
+    the caller's stream.
     """
     if not isinstance(leaf, torch.Tensor):
         return callable(getattr(leaf, "record_stream", None))
@@ -138,7 +137,7 @@ def _is_leaf(given: Any) -> bool:
         return True
     if isinstance(given, type) or not callable(getattr(given, "to", None)):
         return False
-    # A mapping that cannot be copied ahead as a whole is structure: its values may be leaves.
+    # Treat a mapping as structure, whose values may be leaves, unless it can be copied as a whole.
     return not isinstance(given, Mapping) or callable(getattr(given, "record_stream", None))
 
 

@@ -1,4 +1,4 @@
-"""A dataset that is named by urls, as a DataLoader reads it; a node does the work."""
+"""The job of a DataLoader over urls, for which a node does the work."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Shards(IterableDataset[Batch]):
         self._job = None if job is None else weakref.ref(job)
 
     def __len__(self) -> int:
-        """The samples that all ranks read in the loader's present epoch. Opens the dataset.
+        """Return the number of samples that all ranks read in the present epoch. Open the dataset.
 
         Raises:  ClosedError: the loader is gone.
         """
@@ -66,7 +66,7 @@ class Shards(IterableDataset[Batch]):
         return {**self.__dict__, "_job": None}
 
     def __iter__(self) -> Iterator[Batch]:
-        """Not supported.
+        """Refuse to iterate, which only the loader can do.
 
         Raises:  ConfigError: always.
         """
@@ -116,7 +116,7 @@ class UrlJob:
         self._weights_set = 0
 
     def begin(self) -> BatchIterator:
-        """Begin the next pass. The previous one is over, however far it came, as is its epoch."""
+        """Begin the next pass. This ends the previous pass and its epoch, even in the middle."""
         if self._replays and self._session.request.topology.rank == 0:
             warnings.warn(
                 "replay_first_slab=True: every step gets the first batches of the epoch, to "
@@ -134,7 +134,7 @@ class UrlJob:
         still change the epoch, as some frameworks do after iter(); so a pass of which no batch is
         requested does not use up an epoch.
         """
-        self._leave_pass()  # of another iterator, which began after iter() made this one
+        self._leave_pass()  # another iterator may have begun a pass after this iterator was made
         reader = EpochReader(
             self._session, decoder, self._epoch, self._cursor, copy_stream=copy_stream,
             replays=self._replays,
@@ -191,10 +191,10 @@ class UrlJob:
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next pass. If a state of the same epoch was loaded, its position
-        is kept; if that was the end of the epoch, the pass has no batches. Neither has a pass of
-        the epoch within which the recipe was changed.
+        is kept; at the end of the epoch, the pass has no batches. A pass of the epoch in which the
+        recipe was changed has no batches either.
 
-        Raises:  ConfigError: it is an epoch of a former stage of the run.
+        Raises:  ConfigError: `epoch` belongs to a former stage of the run.
         """
         if epoch != self._epoch:
             self._cursor = 0
@@ -241,8 +241,8 @@ class UrlJob:
         return MixStep(epoch, -(-start // batch) + (found.position - start) // batch)
 
     def skip(self, steps: int) -> int:
-        """Pass over the next steps of the running pass, or of the next one. Return how many these
-        are: fewer at the end of the epoch.
+        """Skip the next steps of the running pass, or of the next one. Return the number of skipped
+        steps, which is smaller at the end of the epoch.
         """
         reader, self._digest = self._reader, self._rows()
         if reader is not None:
@@ -260,8 +260,8 @@ class UrlJob:
         return self._session.statistics()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of this run: equal on all ranks after the same number of batches. A
-        run that replays its first slab has none, and its state is refused by every loader.
+        """Return the position of this run, which is equal on all ranks after the same number of
+        batches. A run that replays its first slab has no position, and loaders refuse its state.
         """
         if self._replays:
             return {REPLAY: True}
@@ -284,11 +284,11 @@ class UrlJob:
         self, state_dict: Mapping[str, Any], change: str | None = None, before: Before = None
     ) -> str:
         """Continue the next pass where the state was taken, on any number of ranks; an empty state
-        means the start. With a `change`, a state of another recipe is accepted, whose datasets were
-        at the urls `before`.
+        means the start. With a `change`, accept a state of another recipe, whose datasets were at
+        the urls `before`.
 
         Raises:  SpecMismatch: the state is of another job.  VersionMismatch: a newer version saved
-        it.  ConfigError: it is damaged.
+        the state.  ConfigError: the state is damaged.
         """
         state, sentence = resumed(
             state_dict, self._session, dataset_moved=self._dataset_moved,
@@ -318,7 +318,9 @@ class UrlJob:
             self._leave_pass()
 
     def _leave_pass(self) -> None:
-        """Make the next pass the next epoch; after a pass that got no batch, the same epoch."""
+        """Leave the pass: the next pass reads the next epoch, or the same epoch if this pass has
+        yielded no batch.
+        """
         reader, self._reader = self._reader, None
         if reader is None:
             return
@@ -359,7 +361,8 @@ class BatchIterator:
         return self
 
     def __next__(self) -> Batch:
-        check_process(self._pid)  # before the lock, which another thread may have held at the fork
+        # Check before taking the lock, which another thread may have held at a fork.
+        check_process(self._pid)
         with self._lock, brief:
             if self._is_done:
                 raise StopIteration
@@ -375,7 +378,7 @@ class BatchIterator:
             return batch
 
     def __del__(self) -> None:
-        # The position is kept; slabs that the pass holds, and copies made ahead, are released.
+        # Release the slabs that the pass holds, and copies made ahead. The job keeps the position.
         if self._reader is not None:
             self._reader.close()
 

@@ -34,7 +34,7 @@ _DTYPES: dict[str, torch.dtype] = {
         *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
     )
 }
-# numpy has no bfloat16.
+# All of these types except bfloat16, which numpy lacks.
 _NUMPY = {dtype: np.dtype(name) for name, dtype in _DTYPES.items() if name != "bfloat16"}
 
 
@@ -49,7 +49,7 @@ class Ragged(NamedTuple):
 
 
 class Decoder:
-    """Makes batches of one job as dicts. Tensors are views of the slab; with `shared`, they are
+    """Make batches of one job as dicts. Tensors are views of the slab; with `shared`, they are
     copies in memory that other processes can map, as DataLoader workers need. `parts` says which
     columns a batch has, and which part of each sequence; with `for_device`, such a part is
     contiguous memory of its own, since devices copy contiguous memory. `is_empty` is true if
@@ -102,7 +102,7 @@ def _maker(spec: ColumnSpec, parts: RankParts, *, shared: bool, for_device: bool
     def make(
         batches: Batches, offset: int, dtype: torch.dtype, shape: tuple[int, ...]
     ) -> torch.Tensor:
-        if len(shape) < _SEQUENCE_DIMS:  # the lengths of lists
+        if len(shape) < _SEQUENCE_DIMS:  # the lengths of lists are not divided
             return (
                 _shared_tensor(batches, offset, dtype, shape)
                 if shared
@@ -145,14 +145,14 @@ def torch_dtype(spec: ColumnSpec) -> torch.dtype:
 def tensor_over(
     memory: Any, dtype: torch.dtype, shape: tuple[int, ...], offset: int = 0
 ) -> torch.Tensor:
-    """Return a tensor whose storage is exactly its bytes of a buffer, which it keeps alive."""
+    """Return a tensor whose storage is exactly its bytes of a buffer. It keeps the buffer alive."""
     if 0 in shape:
         return torch.empty(shape, dtype=dtype, device="cpu")
     seen = _NUMPY.get(dtype)
     if seen is None:
         count = math.prod(shape)
         return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
-    # Takes less than half the time of `frombuffer` and `view`.
+    # Go through numpy, which takes less than half the time of `frombuffer` and `view`.
     return torch.from_numpy(np.ndarray(shape, seen, memory, offset))
 
 

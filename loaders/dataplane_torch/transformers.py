@@ -1,4 +1,4 @@
-"""A callback by which the Trainer of transformers resumes a loader from its checkpoints."""
+"""A callback with which the Trainer of transformers resumes a loader from its checkpoints."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ _NAME = "LoaderState"
 
 
 class LoaderState(TrainerCallback, ExportableState):  # type: ignore[misc]
-    """Saves the state of a Trainer's loader in trainer_state.json of every checkpoint.
-    train(resume_from_checkpoint=…) continues from it, without reading consumed samples again.
+    """Save the state of a Trainer's loader in trainer_state.json of every checkpoint.
+    train(resume_from_checkpoint=…) continues from that state, without reading consumed samples
+    again.
 
         class MyTrainer(Trainer):
             def get_train_dataloader(self):
@@ -22,12 +23,12 @@ class LoaderState(TrainerCallback, ExportableState):  # type: ignore[misc]
 
         MyTrainer(…, callbacks=[LoaderState()]).train(resume_from_checkpoint=True)
 
-    It sets `ignore_data_skip`, so that the Trainer does not skip batches itself. That file is JSON,
-    so the states of your own datasets and samplers must be plain JSON values.
+    The callback sets `ignore_data_skip`, so that the Trainer does not skip batches itself. The file
+    trainer_state.json is JSON, so the states of your own datasets and samplers must be JSON values.
 
     Raises:  ConfigError: the loader or the checkpoint has no loader state; the state is in the
     middle of an epoch whose batch count is not a multiple of gradient_accumulation_steps; or epochs
-    had another number of steps when it was saved, by which the Trainer counts them.
+    had another number of steps when the checkpoint was saved: the Trainer counts epochs by steps.
     """
 
     def __init__(self) -> None:
@@ -36,7 +37,7 @@ class LoaderState(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._accumulation = 1
 
     def state(self) -> dict[str, Any]:
-        """The value that transformers saves."""
+        """Return the value that transformers saves."""
         if self._loader is None:
             return {"args": {}, "attributes": {"saved": None}}
         saved = {"saved": self._loader.state_dict(), "epoch_steps": self._epoch_steps()}
@@ -79,7 +80,7 @@ class LoaderState(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._epochs_ahead = 0.0
 
     def _epoch_steps(self) -> int | None:
-        """The Trainer's steps of an epoch; None if the loader has no length."""
+        """Return the Trainer's steps of an epoch; None if the loader has no length."""
         try:
             batch_count = len(self._loader)
         except TypeError:

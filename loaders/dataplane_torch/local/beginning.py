@@ -51,7 +51,8 @@ class PassPlace:
     def state(self) -> PassState:
         """Return the present state."""
         if self.is_finished and self.has_default_generator:
-            # The next pass draws from these states, unless something else draws before.
+            # Save the present state too, from which the next pass draws unless other code draws
+            # from the generator first.
             generators = {**self.sampler.generators, **default_generator()}
             self.sampler = replace(self.sampler, generators=generators)
         return PassState(
@@ -85,7 +86,8 @@ class Beginning:
         self.place = PassPlace(loader, worker_count)
         self._places: Places | None = None
         self._made_with: GeneratorStates = {}
-        # No reference to the loader: it may hold the pass, and workers end when both are freed.
+        # Keep no reference to the loader: the loader may refer to the pass, and a cycle would delay
+        # the end of the workers, which end when both are freed.
         self._index_sampler, self._generator = index_sampler(loader), loader.generator
         self._every, self._persists = loader.snapshot_every_n_steps, loader.persistent_workers
         self.resume = resume
@@ -94,7 +96,8 @@ class Beginning:
         if resume is not None:
             resume.check(self.place.state())
             self._has_new_epoch = epochs_of(self._index_sampler) != loaded_in
-        # The state of a finished pass only sets generators: the next pass begins at its start.
+        # Continue only an unfinished pass. The state of a finished pass sets only generators and
+        # samplers, and the next pass begins at its start.
         self.goes_on = None if resume is None or resume.is_finished else resume
 
     @contextlib.contextmanager
@@ -120,7 +123,7 @@ class Beginning:
 
     @property
     def is_anew(self) -> bool:
-        """Whether this pass begins as torch's constructor begins any pass."""
+        """Whether this pass begins in the same way as with torch's constructor."""
         return self.goes_on is None and (self.resume is None or not self._persists)
 
     def remember(self) -> None:
@@ -130,8 +133,8 @@ class Beginning:
         self._made_with = generator_states(self._index_sampler, self._generator)
 
     def places(self, torch_pass: PassNames) -> Places | None:
-        """Return the indices from where the pass continues, and set torch's seeds; None for an
-        iterable dataset, whose indices mean nothing.
+        """Set torch's seeds, and return the indices from the place where the pass begins or
+        continues; None for an iterable dataset, which does not use indices.
         """
         place, goes_on = self.place, self.goes_on
         iterator = torch_pass.indices
@@ -143,7 +146,8 @@ class Beginning:
                 place.next_worker = goes_on.next_worker
             iterator = self._iterator_of(goes_on.sampler)
         elif self.resume is not None and self._persists:
-            # Persistent workers get no new seed, so no seed is drawn between two passes.
+            # Keep the seed: persistent workers get no new seed, so no seed is drawn between two
+            # passes.
             torch_pass.base_seed = self.resume.base_seed
             iterator = self._iterator_of(self.resume.sampler)
         place.base_seed = torch_pass.base_seed
@@ -154,8 +158,8 @@ class Beginning:
             self._index_sampler, self._generator, self._every, state, iterator, self._made_with
         )
         if self._is_aside:
-            # Most shuffles draw when their first index is requested. This must happen now, before
-            # torch's default generator is restored.
+            # Request the first index now, before torch's default generator is restored: most
+            # shuffles draw from the generator at that request.
             places.draw_first()
         self._places = places
         torch_pass.indices = places.walk()
@@ -166,12 +170,13 @@ class Beginning:
         if not self.place.is_iterable and not self._is_started:
             self._epochs = epochs_of(self._index_sampler)
             if self._has_new_epoch and self.goes_on is not None:
-                # An epoch that was set after the state was loaded replaces the state's epoch.
+                # Compare with the state's epochs, so that `has_new_epoch` finds an epoch that was
+                # set after the state was loaded.
                 self._epochs |= self.goes_on.sampler.epochs
 
     def has_new_epoch(self) -> bool:
-        """Return whether the samplers' epoch was set after the pass began, as frameworks do that
-        call iter() first. Checks once, when the first batch is requested.
+        """Return whether the samplers' epoch was set after the pass began: some frameworks call
+        set_epoch() after iter(). Only the first call, for the first batch, checks this.
         """
         begun_in, self._epochs, self._is_started = self._epochs, None, True
         return begun_in is not None and begun_in != epochs_of(self._index_sampler)
@@ -179,7 +184,8 @@ class Beginning:
     def forget_resumed(self, torch_pass: PassNames) -> None:
         """Begin at the start of the epoch to which the samplers were set, instead of resuming."""
         if self.goes_on is not None and not self._persists:
-            # torch's constructor drew these for the resumed pass.
+            # Draw a new base seed: `places` has replaced the seed that torch's constructor drew by
+            # the seed of the resumed pass.
             seed = torch.empty((), dtype=torch.int64).random_(generator=self._generator)
             torch_pass.base_seed = int(seed.item())
         self.resume = self.goes_on = None
@@ -189,7 +195,9 @@ class Beginning:
         torch_pass.yielded_count = self.place.step = self.place.next_worker = 0
 
     def _iterator_of(self, state: SamplerState) -> Iterator[Any]:
-        """Return the iterator, and the generators' states at its first request."""
+        """Make the samplers' iterator from a saved state, with the generators in the states that
+        they had then. Afterwards, the generators have their states at the iterator's first request.
+        """
         load_generators(self._index_sampler, self._generator, state.made_with or state.generators)
         self.remember()
         iterator: Iterator[Any] = iter(self._index_sampler)
@@ -208,6 +216,6 @@ class Beginning:
 
 def _length(dataset: object) -> int | None:
     length = None
-    with contextlib.suppress(Exception):  # some users' __len__ only raise
+    with contextlib.suppress(Exception):  # the __len__ of some users only raises
         length = len(dataset) if isinstance(dataset, Sized) else None
     return length

@@ -1,7 +1,7 @@
 """Start the worker processes of one loader, exchange messages with them, and end them.
 
-One socket per worker carries everything: frames (frames.py) and the descriptors of its segments.
-The trainer reads it while it waits for a batch; there is no thread for it.
+Each worker has one socket, which carries frames (frames.py) and the descriptors of its segments.
+The trainer reads the sockets while it waits for a batch; no thread reads them.
 
 Invariants:
 1. If a worker dies, in any way, the trainer that waits for it gets an exception within one second.
@@ -75,9 +75,9 @@ class Crew:
         return os.getpid() == self._pid
 
     def send(self, worker_id: int, frame: frames.ToWorker) -> None:
-        """Send a frame. A dead worker is skipped, since waiting for it raises.
+        """Send a frame. Ignore a dead worker, since waiting for its answer raises.
 
-        Raises:  whatever the pickling of its index raises.
+        Raises:  whatever the pickling of the frame's index raises.
         """
         self.mapped[worker_id].let_go()
         encoded = frames.encode(frame)
@@ -115,7 +115,7 @@ class Crew:
                     received = recv_handle(self._connections[worker_id])
                     self.mapped[worker_id].attach(frame.segment_id, received, frame.size_bytes)
                     continue
-            except (EOFError, OSError):  # also in the middle of a frame
+            except (EOFError, OSError):  # the worker has ended, perhaps in the middle of a frame
                 self._lost(worker_id)
                 continue
             if isinstance(frame, frames.OldSegment):
@@ -124,9 +124,9 @@ class Crew:
             yield worker_id, frame
 
     def look_after(self) -> None:
-        """Raise torch's error for a worker that died, whether torch's SIGCHLD handler saw it first
-        or its socket was closed. After that, the handler, which may raise anywhere in the trainer,
-        reports no other worker.
+        """Raise torch's error for a dead worker, whether torch's SIGCHLD handler or the closed
+        socket noticed its death first. Afterwards the handler, which may raise anywhere in the
+        trainer, reports no other worker of this crew.
         """
         self._has_raised = True
         try:
@@ -134,7 +134,8 @@ class Crew:
             for worker_id in self._gone - self._ended:
                 process = self.processes[worker_id]
                 process.join(_END_S)
-                # A worker that was interrupted exits with 0: a pass may replace such workers.
+                # Exit status 0 means that an interrupt ended the worker. This does not count as
+                # raised, so that a pass may replace such workers.
                 self._has_raised = process.exitcode != 0
                 raise RuntimeError(_obituary(process.pid, process.exitcode))
         except BaseException:
@@ -149,15 +150,16 @@ class Crew:
         return not self._has_raised and codes <= {None, 0} and 0 in codes
 
     def is_to_be_replaced(self, was_torn: bool) -> bool:
-        """Return whether the next pass needs new workers: because an exception interrupted a frame,
-        or because an interrupt also ended these. `look_after` reports workers that died.
+        """Return whether the next pass needs new workers: an exception may have interrupted a
+        frame, or an interrupt may have ended the workers too. `look_after` reports workers that
+        died.
         """
         codes = {process.exitcode for process in self.processes}
         is_torn = was_torn and not self._has_raised and codes <= {None}
         return is_torn or self.was_interrupted
 
     def close(self) -> None:
-        """End all workers. May be called twice, and by a forked child, where it does nothing."""
+        """End all workers. May be called twice. In a forked child, do nothing."""
         if self._is_closed or not self.is_ours:
             return
         self._is_closed = True
@@ -182,7 +184,8 @@ class Crew:
 
     def _start(self, context: Any, setup: Setup, pinning: Pinning | None) -> None:
         ours, theirs = context.Pipe(duplex=True)
-        # If a forked worker kept copies of these, it would not notice the end of the trainer.
+        # Have a forked worker close its copies of the trainer's sockets: with open copies, workers
+        # would not notice the end of the trainer.
         inherited = [ours, *self._connections] if context.get_start_method() == "fork" else []
         process = context.Process(target=work, args=(setup, theirs, inherited))
         process.daemon = True
@@ -208,7 +211,7 @@ class Crew:
             ours.shutdown(socket.SHUT_RD)
 
     def _unwatch(self) -> None:
-        with contextlib.suppress(Exception):  # not watched yet, or not watched any more
+        with contextlib.suppress(Exception):  # the crew is not watched yet, or no longer
             workers.unwatch(id(self))
 
     def _lost(self, worker_id: int) -> None:
@@ -245,7 +248,8 @@ def _close_all() -> None:
         crew.close()
 
 
-# Registered after multiprocessing's handler, so it runs first: that one would signal workers.
+# Register this after multiprocessing's exit handler, so that it runs first: multiprocessing's
+# handler would terminate workers by a signal.
 atexit.register(_close_all)
 
 
@@ -257,11 +261,11 @@ def hire(worker_pass: PassNames, loader: Any, target: Target | None) -> Crew:
     pinning = (
         cuda_pinning(wanted=worker_pass.is_pinning)
         if target is None
-        else target.pinning(reads_all=False)  # arrays are read by the user
+        else target.pinning(reads_all=False)  # the user may read arrays on the host
     )
     of_iterable = is_iterable(loader)
     every = loader.snapshot_every_n_steps
-    # A map-style dataset cannot skip batches, so its state is saved after each one.
+    # Save the state of a map-style dataset after each batch, since such a dataset cannot skip any.
     state_every = -(-every // loader.num_workers) if of_iterable else 1
 
     def setup(worker_id: int, parent_pid: int) -> Setup:

@@ -14,7 +14,9 @@ _MADE, _MAKE = 0, 1
 
 
 class Begin(Struct, frozen=True):
-    """Open the dataset for a pass at `state`; with `anew`, for the pass after that one."""
+    """Open the dataset for a pass that continues at `state`; with `anew`, load `state` and begin
+    the pass after it.
+    """
 
     pass_id: int
     shared_seed: int | None
@@ -60,7 +62,7 @@ class Ended(Struct, frozen=True):
 
 
 class NewSegment(Struct, frozen=True):
-    """A descriptor of this many bytes follows."""
+    """A new segment of this many bytes; its descriptor follows."""
 
     segment_id: int
     size_bytes: int
@@ -79,9 +81,9 @@ FromWorker = Ready | Made | Ended | NewSegment | OldSegment
 def encode(frame: ToWorker | FromWorker) -> bytes:
     """Encode a frame. Tensors, as in a sampler's indices or a dataset's state, are sent by value.
 
-    Raises:  whatever the pickling of an index, or of a state, raises.
+    Raises:  whatever the pickling of an index or a state raises.
     """
-    # Frequent frames are sent as tuples, which are shorter.
+    # Send the most frequent frames as tuples, whose pickles are shorter.
     if isinstance(frame, Made) and frame.state is None:
         fields: Any = (_MADE, frame.pass_id, frame.task, frame.kind, frame.parcel, None)
         return pickle.dumps(fields, pickle.HIGHEST_PROTOCOL)

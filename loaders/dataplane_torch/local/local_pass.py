@@ -1,7 +1,7 @@
 """One pass over a user's Dataset in this process.
 
-It is built on torch's own iterator: loops, profilers and frameworks look for that, and the seeds
-that it draws, in its order, decide what a dataset and a sampler do.
+The pass is built on torch's own iterator: loops, profilers and frameworks check for that class, and
+datasets and samplers depend on the seeds that it draws, and on their order.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ class LocalPass(LocalPassBase):
         """Do nothing: there are no workers."""
 
     def __del__(self) -> None:
-        # The loader keeps the position but not the pass: the dataset's iterator ends here.
+        # Save the position, which outlives the pass: the dataset's iterator ends now.
         with contextlib.suppress(Exception):
-            self.place  # noqa: B018 - as it is now
+            self.place  # noqa: B018 - updates the position
 
     def __next__(self) -> Any:
         with self._lock:

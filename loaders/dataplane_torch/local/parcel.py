@@ -1,8 +1,9 @@
 """Batches between processes: a pickle of their structure, and their bytes beside it.
 
 A dataset and a collate function may return anything that can be pickled: nested dicts, named
-tuples, strings, objects of the user's own. Dense and long parts (tensors, numpy arrays) are not in
-the pickle, but in extents of the worker's segments, most of them collated there in the first place.
+tuples, strings, objects of the user's own classes. The bytes of long tensors and numpy arrays are
+not in the pickle, but in extents of the worker's segments. Most tensors are collated there in the
+first place.
 
 Pickles are exchanged only among the trainer and the processes that it started.
 """
@@ -30,7 +31,8 @@ from dataplane_torch.torch_private.memory import (
     tensor_reducers,
 )
 
-# Shorter buffers are put into the pickle: copying costs less than an extent, and pins no memory.
+# Put shorter buffers into the pickle: copying them costs less than an extent, and a tensor that the
+# user keeps then keeps no extent.
 _BESIDE_BYTES = 32 << 10
 
 _Shape = tuple[int, ...]
@@ -38,22 +40,22 @@ _Collated = tuple[Extent, weakref.ref[Bytes]]
 
 
 class Parcel(NamedTuple):
-    """A packed object: its pickle, or the extent that holds it, and the extents beside it."""
+    """A packed object: its pickle, or the extent of its pickle, and the extents of its buffers."""
 
     pickled: bytes | Extent
     beside: list[Extent]
 
 
 class Packer:
-    """The worker's side. With `everything`, for memory that devices read, short tensors are beside
-    the pickle, too.
+    """The worker's side. With `everything`, for memory that devices read, short tensors are put
+    into extents too.
     """
 
     def __init__(self, segments: Segments, *, everything: bool) -> None:
         self._segments = segments
         self._beside_bytes = 1 if everything else _BESIDE_BYTES
         self._thread = threading.get_ident()
-        # Live buffers that were collated into an extent, by address, until they are packed.
+        # Live buffers that were collated into an extent and are not packed yet, by address.
         self._collated: dict[int, _Collated] = {}
         self._taken: list[Extent] = []
 
@@ -66,10 +68,10 @@ class Packer:
         make_no_shared_storage()
 
     def pack(self, batches: list[Any]) -> Parcel:
-        """Pack the only object in the list `batches`, and remove it there, since no other reference
-        to it may exist.
+        """Pack the only object in the list `batches`, and remove the object from the list: no other
+        reference to the object may exist.
 
-        Raises:  whatever its pickling raises.
+        Raises:  whatever the pickling of the object raises.
         """
         self._taken = []
         try:
@@ -96,7 +98,8 @@ class Packer:
         length = first.numel() * first.element_size() * len(batch)
         if length < self._beside_bytes or type(first) is not torch.Tensor or first.requires_grad:
             return _stacked(batch)
-        if threading.get_ident() != self._thread:  # a thread of the dataset: segments allow one
+        # Segments are not thread-safe: a thread of the dataset collates to ordinary memory.
+        if threading.get_ident() != self._thread:
             return _stacked(batch)
         extent = self._segments.allocate(length)
         memory: Bytes = np.frombuffer(self._segments.memory(extent), np.uint8)
@@ -165,9 +168,8 @@ class Packer:
         return placed, collated
 
     def _held(self, collated: dict[Extent, _Collated]) -> set[Extent]:
-        """Return the extents whose tensors the dataset or its collate function still references:
-        they must not change while they are in use. All others are no longer referenced here, and
-        are handed over.
+        """Return the extents whose tensors the dataset or its collate function still references.
+        These extents are copied, since they may still change. The other extents are handed over.
         """
         held = set()
         for extent, known in collated.items():
@@ -191,7 +193,7 @@ class Packer:
 
 
 def _stacked(batch: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Stack tensors to a contiguous one of the first one's type, like torch's workers."""
+    """Stack tensors to a contiguous tensor with the dtype of the first, like torch's workers."""
     out = torch.stack(tuple(batch), 0)
     if out.dtype is batch[0].dtype and out.is_contiguous():
         return out
@@ -202,7 +204,7 @@ def _stacked(batch: Sequence[torch.Tensor]) -> torch.Tensor:
 def pickled_whole(given: object) -> bytes:
     """Pickle an object as for a parcel, but with all bytes in the pickle.
 
-    Raises:  whatever its pickling raises.
+    Raises:  whatever the pickling of the object raises.
     """
     file = io.BytesIO()
     _Pickler(file, protocol=5).dump(given)
@@ -210,7 +212,7 @@ def pickled_whole(given: object) -> bytes:
 
 
 class Arrived:
-    """A parcel in the trainer, which has taken its memory: tensors and arrays are views of that."""
+    """A parcel in the trainer. Its memory is taken, and its tensors and arrays are views of it."""
 
     def __init__(self, parcel: Parcel, mapped: MappedSegments) -> None:
         taken = {extent: mapped.take(extent) for extent in dict.fromkeys(parcel.beside)}
@@ -220,19 +222,19 @@ class Arrived:
             self._pickled = mapped.take(parcel.pickled)
 
     def unpack(self) -> Any:
-        """Return the object, once. If unpickling raises, the call may be repeated.
+        """Return the object. Call this once; only if unpickling raises, the call may be repeated.
 
-        Raises:  whatever its unpickling raises.
+        Raises:  whatever the unpickling of the object raises.
         """
         if self._buffers is None:
             raise RuntimeError("an interrupt destroyed this batch")
         unpacked = pickle.loads(self._pickled, buffers=self._buffers)
-        self._pickled = self._buffers = None  # from now on, only kept tensors keep the memory
+        self._pickled = self._buffers = None  # from now on, only tensors refer to the memory
         return unpacked
 
 
 def discard(parcel: Parcel, mapped: MappedSegments) -> None:
-    """Give the memory of a parcel back without reading it."""
+    """Give the memory of a parcel back without unpacking the parcel."""
     for extent in dict.fromkeys(parcel.beside):
         mapped.give_back(extent)
     if not isinstance(parcel.pickled, bytes):
@@ -242,7 +244,7 @@ def discard(parcel: Parcel, mapped: MappedSegments) -> None:
 class _Pickler(pickle.Pickler):
     """Pickles like torch.multiprocessing, but puts the bytes of dense tensors elsewhere."""
 
-    dispatch_table: Any = collections.ChainMap(  # noqa: RUF012 - nobody writes it
+    dispatch_table: Any = collections.ChainMap(  # noqa: RUF012 - never changed
         tensor_reducers,
         cast("dict[type, Any]", copyreg.dispatch_table),
     )
@@ -252,8 +254,8 @@ class _Pickler(pickle.Pickler):
         if isinstance(given, torch.Tensor):
             return _reduced(given)
         if isinstance(given, torch.UntypedStorage) and given.device.type == "cpu":
-            # By value: torch.multiprocessing would send a file name that lives as long as the
-            # worker.
+            # Pickle the bytes: torch.multiprocessing would send the name of a file, which is
+            # removed when the worker ends.
             empty: Any = torch.empty(0, dtype=torch.uint8, device="cpu")
             raw = empty.set_(given).numpy()
             return _storage, (pickle.PickleBuffer(raw),)
@@ -273,16 +275,17 @@ def _reduced(tensor: torch.Tensor) -> Any:
         or (kind is not torch.Tensor and not _is_plain_subclass(kind))
     ):
         whole: Any = tensor
-        return whole.__reduce_ex__(5)  # its parts are pickled by this function
+        return whole.__reduce_ex__(5)  # this pickler also pickles the parts of such a tensor
     plain = tensor.detach()
     if kind is not torch.Tensor:
         plain = plain.as_subclass(torch.Tensor)
     plain = plain.resolve_conj().resolve_neg()
-    # A span longer than all elements contains other bytes between them. Any other tensor may have
-    # another memory format, or be expanded.
+    # Make a tensor contiguous if its memory has gaps, so that other bytes are not sent. A tensor
+    # without gaps keeps its strides: it may have another memory format, or be expanded.
     if _span(plain.shape, plain.stride()) > plain.numel():
         plain = plain.contiguous()
-    # Dimensions with one element may have any stride.
+    # Compare the strides instead of calling is_contiguous(), which ignores the strides of
+    # dimensions with one element.
     stride = None if plain.stride() == _row_major(plain.shape) else plain.stride()
     flat = plain.as_strided((_span(plain.shape, plain.stride()),), (1,))
     raw: Any = flat.view(torch.uint8).numpy()
@@ -309,7 +312,7 @@ def _special_tensor(
     kind: type[torch.Tensor],
     attributes: dict[str, Any],
 ) -> torch.Tensor:
-    """Make a tensor that has a memory format, a gradient or a subclass, or that is expanded."""
+    """Make a tensor that has other strides, requires a gradient, or is of a subclass."""
     if stride is None:
         tensor = tensor_over(buffer, dtype, shape)
     else:

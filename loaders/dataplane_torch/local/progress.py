@@ -1,7 +1,7 @@
 """The position of a pass over a user's Dataset: state_dict() saves it, load_state_dict() reads it.
 
-The state of a map-style dataset is its sampler's position, for any number of workers. Each worker
-iterates over an iterable dataset on its own, so that state has one entry per worker.
+The state of a map-style dataset is its sampler's position, for any number of workers. An iterable
+dataset is iterated by each worker separately, so its state has one entry per worker.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class Stateful(Protocol):
 
 
 def is_stateful(given: object) -> TypeGuard[Stateful]:
-    """Return whether it has both methods. Checking the protocol would take ten times as long."""
+    """Return whether an object has both methods of `Stateful`. An isinstance() check of the
+    protocol would take ten times as long.
+    """
     return hasattr(given, "state_dict") and hasattr(given, "load_state_dict")
 
 
@@ -67,8 +69,9 @@ VERSION: Final = 1
 
 
 class WorkerState(Struct, frozen=True):
-    """One worker's dataset after `fetched` batches of this pass, and how many batches to skip from
-    there. `dataset` and `iterator` are their own states, None if they have none.
+    """The state of one worker's dataset after `fetched` batches of this pass, and the number of
+    batches to skip from there. `dataset` and `iterator` are the states that these objects return
+    themselves; None for an object without a state.
     """
 
     dataset: dict[str, Any] | None = None
@@ -86,11 +89,12 @@ class WorkerState(Struct, frozen=True):
 class SamplerState(Struct, frozen=True):
     """A sampler's state after `drawn` batches.
 
-    `states` are those of its parts `skip` draws earlier, None if no part has a state. `generators`
-    are their states when the pass began, or when it had ended. `epochs` are those to which its
-    parts were set. `missing` are indices that were drawn but whose batches were not yielded, as
-    with in_order=False. `made_with` are the generators' states before the sampler's iterator was
-    made; empty if that is a generator object, which has not run yet.
+    `states` are the states of its parts, `skip` draws earlier; None if no part has a state.
+    `generators` are the states of generators when the pass began, or when it had ended. `epochs`
+    are the epochs to which its parts were set. `missing` are indices that were drawn but whose
+    batches were not yielded, as with in_order=False. `made_with` are the generators' states before
+    the sampler's iterator was made; empty if the iterator is a generator object, which has not run
+    yet.
     """
 
     drawn: int = 0
@@ -105,8 +109,8 @@ class SamplerState(Struct, frozen=True):
 class PassState(Struct, frozen=True):
     """A pass after `step` batches. `worker_count` is 0 if the trainer itself loads.
 
-    `length` is the dataset's, None if it has none or if it does not matter. `samplers` names the
-    classes that draw the indices; None for iterable datasets.
+    `length` is the length of the dataset; None if it has no length or is iterable. `samplers` names
+    the classes that draw the indices; None for iterable datasets.
     """
 
     is_iterable: bool
@@ -143,7 +147,7 @@ class PassState(Struct, frozen=True):
     def from_dict(cls, given: Mapping[str, Any]) -> PassState:
         """Invert `to_dict`.
 
-        Raises:  ConfigError: it is not such a state.  VersionMismatch: its version is newer.
+        Raises:  ConfigError: `given` is not such a state.  VersionMismatch: its version is newer.
         """
         if not isinstance(given, Mapping):
             raise ConfigError(f"{given!r:.80} is not the state of a DataLoader", field="state_dict")
@@ -235,7 +239,7 @@ class PassState(Struct, frozen=True):
     def check(self, now: PassState) -> None:
         """Check that a pass that begins as `now` can continue from this state.
 
-        Raises:  ConfigError: it cannot; says what differs, and what to do.
+        Raises:  ConfigError: the pass cannot continue; says what differs, and what to do.
         """
         if self.is_iterable != now.is_iterable:
             kinds = {True: "an iterable dataset", False: "a map-style dataset"}
@@ -256,7 +260,7 @@ class PassState(Struct, frozen=True):
                 f"{now.length} now, which changes their order: pass the unchanged dataset",
                 field="dataset",
             )
-        # Between two epochs, a sampler may be replaced by any other.
+        # Compare samplers only in the middle of an epoch: another sampler may draw the next epoch.
         is_under_way = self.step > 0 and not self.is_finished
         if is_under_way and self.samplers != now.samplers:
             raise ConfigError(

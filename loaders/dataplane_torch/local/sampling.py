@@ -1,7 +1,7 @@
 """A sampler's batches of indices, with the sampler's position after each of them.
 
-If a sampler has a state, it is saved. Any other sampler runs again from the start of the pass: with
-its generators restored to that moment, it draws the same indices.
+If a sampler has a state, the state is saved. Any other sampler runs again from the start of the
+pass, with its generators restored to that moment, so that it draws the same indices.
 
 Invariants:
 1. A resumed pass draws what the interrupted pass would have drawn, for samplers that have a state,
@@ -36,8 +36,8 @@ _SELF_SEEDED = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 class Places:
     """The position of an index sampler during a pass. `iterator` is the sampler's iterator;
-    `made_with` are the states of generators before it was made. States of samplers are taken every
-    `every` draws.
+    `made_with` are the states of generators before the iterator was made. The states of samplers
+    are saved after every `every` draws.
     """
 
     def __init__(
@@ -51,9 +51,10 @@ class Places:
     ) -> None:
         self._index_sampler, self._generator, self._every = index_sampler, generator, every
         self._is_ahead = False
-        # A generator function has not run yet; any other iterator may have drawn already.
+        # A generator object has not run yet, so it has not drawn. Any other iterator may have drawn
+        # when it was made.
         self._made_with = {} if inspect.isgenerator(iterator) else _all_encoded(made_with)
-        # Many samplers draw from a generator only when their first index is requested.
+        # Save the present states too: many samplers draw only when their first index is requested.
         self._generators = generator_states(index_sampler, generator)
         self._encoded: dict[str, str] | None = None
         self._epochs = set_epochs_of(index_sampler)
@@ -78,7 +79,9 @@ class Places:
         self._states_at = self._drawn
 
     def walk(self) -> Iterator[Any]:
-        """Yield the indices of each batch. A generator, since a class with `__next__` is slower."""
+        """Yield the indices of each batch. This is a generator, which is faster than a class with
+        `__next__`.
+        """
         while self._missing:
             yield self._missing.popleft()
         if not self._drawn and not self._is_ahead:
@@ -94,8 +97,9 @@ class Places:
         self._states, self._states_at = self._states_now(), self._drawn  # for the next pass
 
     def place(self) -> SamplerState:
-        """Return the position after the draws so far. Before the first draw, a shuffle draws its
-        seed now, as a resumed pass will, whatever the training loop draws in between.
+        """Return the position after the draws so far. Before the first draw, make a shuffle draw
+        its seed now, so that later draws of the training loop do not change it: a resumed pass will
+        draw the same seed.
         """
         if not self._drawn and not self._is_ahead:
             self._generators = generator_states(self._index_sampler, self._generator)
@@ -121,8 +125,8 @@ class Places:
         ) and not any(is_stateful(part) for part in parts)
 
     def draw_first(self) -> None:
-        """Draw the first index now, while torch's default generator has the right state. Not if a
-        sampler has a state or a generator of its own, which would then be ahead.
+        """Draw the first index now, while torch's default generator has the right state. Do nothing
+        if a sampler has a state or a generator of its own, which would then be ahead.
         """
         is_own = self._states is not None or _generators(self._index_sampler, self._generator)
         if not (self._drawn or self._is_ahead or is_own):
@@ -138,8 +142,9 @@ class Places:
             self._iterator = itertools.chain([next(self._iterator)], self._iterator)
 
     def _come_to_the_end(self, state: SamplerState) -> None:
-        """Load a state that was taken after the last batch. A sampler that ends with that batch is
-        already at the next pass; any other ends at one more request.
+        """Load a state that was taken after the last batch. Some samplers reset their state with
+        the last batch, and some only at one more request: if a request gives another batch, the
+        iterator has begun the next pass, so load the state again and end this pass.
         """
         if next(self._iterator, None) is not None:
             self._iterator = iter(())
@@ -148,7 +153,7 @@ class Places:
     def _states_now(self) -> dict[str, dict[str, Any]] | None:
         parts = {**_parts(self._index_sampler), "iterator": self._iterator}
         states = {
-            name: copy.deepcopy(part.state_dict())  # the sampler may change this object later
+            name: copy.deepcopy(part.state_dict())  # the sampler may change its dict later
             for name, part in parts.items()
             if is_stateful(part)
         }
@@ -176,8 +181,8 @@ def set_epochs_of(index_sampler: Any) -> dict[str, int]:
 
 
 class _SetEpoch:
-    """The set_epoch() of a sampler that torch made. It does not refer to the sampler: a reference
-    cycle would keep the dataset alive after its loader was dropped.
+    """The set_epoch() of a sampler that torch made. This object does not refer to the sampler,
+    since a reference cycle would keep the dataset alive after its loader was dropped.
     """
 
     def __init__(self) -> None:
@@ -188,8 +193,8 @@ class _SetEpoch:
 
 
 def make_epoch_settable(sampler: Any) -> None:
-    """Give a sampler that torch made a set_epoch(), as a DistributedSampler has. It does not change
-    the order; a call shows that the pass whose state was loaded is over.
+    """Give a sampler that torch made a set_epoch() like that of a DistributedSampler. A call does
+    not change the order, but shows that the pass whose state was loaded is over.
     """
     sampler.set_epoch = _SetEpoch()
 
@@ -217,7 +222,7 @@ def load_samplers(index_sampler: Any, state: SamplerState, *, same_epoch: bool) 
 def load_generators(
     index_sampler: Any, generator: torch.Generator | None, states: Mapping[str, str]
 ) -> None:
-    """Restore the states of generators, torch's default one included.
+    """Restore the states of generators, including torch's default generator.
 
     Raises:  ConfigError: a generator's state is damaged.
     """
@@ -233,7 +238,7 @@ def default_generator() -> dict[str, str]:
 
 
 def stands_as(state: SamplerState) -> bool:
-    """Return whether torch's default generator has the state that was saved, if one was."""
+    """Return whether torch's default generator has the saved state; True if none was saved."""
     return state.generators.get(_DEFAULT, "") in {"", _encoded(torch.get_rng_state())}
 
 
@@ -257,8 +262,8 @@ def _epoch_of(part: Any) -> int | None:
 
 
 def _parts(index_sampler: Any) -> dict[str, Any]:
-    """Return the samplers of an index sampler: itself, the one that a BatchSampler draws from, and
-    any between them, such as accelerate's share of another BatchSampler's batches.
+    """Return an index sampler and the samplers inside it: the sampler from which a BatchSampler
+    draws, and any sampler between the two, such as Accelerate's wrapper of a BatchSampler.
     """
     parts = {"index_sampler": index_sampler}
     for name in ("batch_sampler", "sampler"):

@@ -1,7 +1,7 @@
 """The delivery arena of one DataLoader worker: the worker enlarges it, and the trainer maps it.
 
-A worker writes its batches into extents of sealed memfds (segments), which the trainer maps when
-the first extent of one arrives. An extent is one tensor's memory, so that a trainer that keeps the
+A worker writes its batches into extents of sealed memfds (segments), each of which the trainer maps
+when the worker announces it. An extent is one tensor's memory, so that a trainer that keeps the
 labels of an epoch does not keep its images.
 
 Invariants:
@@ -12,7 +12,7 @@ Invariants:
    training loop.
 4. Both sides give up a segment that has not been needed for a while.
 5. In a forked child of the trainer nothing is given back, since the parent owns everything. The
-   child has the memory of the extents that were alive, and no other.
+   child keeps only the memory of the extents that were alive.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ from dataplane.client.mount import NoDevice, Pinning
 
 # One segment of a worker's memory: taken extents, allocated pages, and dead extents.
 #
-# After the extents there is one mark byte for every possible start of an extent. The trainer sets
-# it when the extent dies, so that the worker can see this at any time. The first mark byte says
-# whether any mark is set.
+# Behind the extents there is one mark byte for every possible start of an extent. The trainer sets
+# the mark when the extent dies, so that the worker can find dead extents at any time. The trainer
+# sets a mark once, and the worker clears it once. Another byte, before all marks, says whether any
+# mark is set.
 #
-# Pages of a taken extent are allocated; those of free extents are kept only until somebody needs
-# the memory. The trainer sets a mark once, and the worker clears it once.
+# Pages of a taken extent are allocated. Pages of free extents stay allocated only until the worker
+# needs the memory elsewhere.
 
 
 def data_bytes(size_bytes: int) -> int:
-    """Return how many bytes of a segment are for extents; the marks follow them."""
+    """Return the number of bytes of a segment that are for extents. The marks follow them."""
     return size_bytes - rounded(1 + size_bytes // GRANULE_BYTES)
 
 
@@ -55,8 +56,8 @@ def mark_dead(arena: Arena, offset: int) -> None:
 
 
 class Segment:
-    """The worker's side, with room for `length` bytes. With `whole`, all of its pages are allocated
-    from the start and stay, as memory that is pinned must.
+    """The worker's side of a segment, with room for `length` bytes. With `whole`, all of its pages
+    are allocated from the start and stay allocated, as pinning requires.
 
     Raises:  BudgetTooSmall: the machine, or this container, has no more memory.
     """
@@ -82,7 +83,7 @@ class Segment:
         if not self._marks[0]:
             return []
         self._marks[0] = 0
-        # A copy, since the trainer may set other marks meanwhile; the next call finds those.
+        # Work on a copy: the trainer may set more marks meanwhile, which the next call finds.
         marks = bytes(self._marks[1 : 2 + self.allocator.high_water // GRANULE_BYTES])
         numbers: list[int] = np.flatnonzero(np.frombuffer(marks, np.uint8)).tolist()
         for number in numbers:
@@ -90,7 +91,9 @@ class Segment:
         return [number * GRANULE_BYTES for number in numbers]
 
     def release(self, wanted_bytes: int) -> int:
-        """Release pages of free extents until `wanted_bytes` are released; return how many were."""
+        """Release pages of free extents until `wanted_bytes` are released. Return the number of
+        released bytes.
+        """
         released = 0
         for offset, length in self.allocator.free_extents():
             if released >= wanted_bytes:
@@ -113,7 +116,7 @@ Bytes = npt.NDArray[np.uint8]
 
 _SMALLEST_BYTES = 1 << 20
 _WINDOW = 64
-# The memory that both sides keep, relative to the recent peak use.
+# How much memory to keep in segments, relative to the recent peak use.
 _SLACK = 1.5
 
 
@@ -126,9 +129,9 @@ class Extent(NamedTuple):
 
 
 class Segments:
-    """A worker's side. `announce(id, fd, size_bytes)` tells the trainer of a new segment,
-    `retire(id)` of one that is gone. With `whole`, a segment is allocated at once, as memory that
-    is pinned must be.
+    """All segments of a worker. `announce(id, fd, size_bytes)` tells the trainer of a new segment,
+    and `retire(id)` of a segment that the worker gave up. With `whole`, all pages of a segment are
+    allocated at once, as pinning requires.
     """
 
     def __init__(
@@ -178,12 +181,12 @@ class Segments:
             self._give_up(segment_id, segment)
 
     def free_soon(self, segment_id: int, offset: int) -> None:
-        """Give an extent back later; for finalizers, which can run at any point."""
+        """Give an extent back at the next allocation. For finalizers, which may run at any time."""
         self._unheld.append((segment_id, offset))
 
     def release_unused(self) -> bool:
-        """Release unused memory to the machine; return whether more may become unused later. Call
-        this when idle, since allocating memory again takes time.
+        """Release unused memory to the machine. Return whether more memory may become unused later.
+        Call this when idle, since allocating the memory again takes time.
         """
         self._free_dead()
         if not self._whole and self._there > self._used + _SMALLEST_BYTES:
@@ -267,7 +270,7 @@ class MappedSegments:
     def attach(self, segment_id: int, fd: int, size_bytes: int) -> None:
         """Map a segment that the worker announced.
 
-        Raises:  ClosedError: it is not the segment that the worker announced.
+        Raises:  ClosedError: the descriptor is not the segment that the worker announced.
         """
         arena = Arena.attach(fd, size_bytes)
         try:
@@ -287,7 +290,8 @@ class MappedSegments:
         """
         mapping = self._segments[extent.segment]
         memory: Bytes = np.frombuffer(mapping.arena.view(extent.offset, extent.length), np.uint8)
-        # The finalizer refers to the mapping, so that it lives, and stays pinned, with its extents.
+        # Let the finalizer refer to the mapping, so that the mapping lives, and stays pinned, as
+        # long as its extents.
         number = forks.born()
         died = weakref.finalize(memory, self._died, mapping, extent, number)
         died.atexit = False
@@ -304,8 +308,9 @@ class MappedSegments:
             self._unused(mapping, offset)
 
     def close(self) -> None:
-        """Forget the segments of a worker that has ended. Mappings end with the last view of them,
-        and nobody overwrites what children may read. May be called twice.
+        """Forget the segments of a worker that has ended. A mapping ends with the last view of it.
+        Extents that children may read need no marks now, since no worker overwrites them. May be
+        called twice.
         """
         self._segments.clear()
         self._is_closed, self._kept = True, forks.Kept()
@@ -322,7 +327,7 @@ class MappedSegments:
             self._unused(mapping, extent.offset)
 
     def _unused(self, mapping: _Mapping, offset: int) -> None:
-        # The mapping is kept, and pinned, until no device can read the extent.
+        # Keep the mapping, and thereby keep it pinned, until no device can read the extent.
         self._pinning.when_unread(partial(mapping.mark_dead, offset))
 
 
@@ -331,13 +336,13 @@ class _Mapping:
 
     def __init__(self, arena: Arena, pinning: Pinning) -> None:
         self.arena = arena
-        self.alive: dict[int, tuple[int, int]] = {}  # its extents, by number
+        self.alive: dict[int, tuple[int, int]] = {}  # (offset, length) of live extents, by number
         _mappings.add(self)
         unpin = pinning.pin(np.frombuffer(arena.view(0, arena.size_bytes), np.uint8))
         weakref.finalize(self, _unpin_and_close, arena, unpin).atexit = False
 
     def mark_dead(self, offset: int) -> None:
-        """Mark the extent that begins there as no longer needed by this process."""
+        """Mark the extent that begins at `offset` as no longer needed by this process."""
         mark_dead(self.arena, offset)
 
 

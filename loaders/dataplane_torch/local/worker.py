@@ -1,7 +1,8 @@
 """A DataLoader worker: the user's dataset and collate function, in a process of their own.
 
-It keeps the promises of torch's workers: the seeds of random, numpy and torch, `get_worker_info()`,
-one thread, `worker_init_fn` before the dataset is used, exceptions with their traceback.
+A worker behaves like torch's workers: it has the same seeds of random, numpy and torch, provides
+`get_worker_info()`, uses one thread, calls `worker_init_fn` before it uses the dataset, and sends
+exceptions with their traceback.
 
 Source:  the seeds and the order of these steps: torch.utils.data._utils.worker._worker_loop.
 """
@@ -34,7 +35,7 @@ from dataplane_torch.torch_private.iteration import fetcher_of
 
 _PARENT_POLL_MS = 5000
 _LAST_WORDS_S = 5.0
-# After this time without work, memory is released: allocating it again takes far less time.
+# Release memory after this time without work: allocating the memory again takes far less time.
 _IDLE_S = 0.25
 _LONG_IDLE_S = 2.0
 
@@ -54,7 +55,7 @@ class Setup(Struct, frozen=True):
     worker_count: int
     shared_seed: int | None
     is_pinned: bool
-    state_every: int  # how many batches lie between two states; 0 sends only the first state
+    state_every: int  # send a state after every `state_every` batches; 0: only the first state
     parent_pid: int
 
 
@@ -80,7 +81,8 @@ class Worker:
         try:
             self._run()
         finally:
-            self._fetcher = None  # ends an unfinished iterator, so that generators run `finally`
+            # Drop the dataset's iterator now, so that an unfinished generator runs its `finally`.
+            self._fetcher = None
 
     def _run(self) -> None:
         setup = self._setup
@@ -93,7 +95,7 @@ class Worker:
         if setup.init_fn is not None:
             try:
                 setup.init_fn(setup.worker_id)
-            except Exception:  # noqa: BLE001 - whatever it is, the trainer reports it
+            except Exception:  # noqa: BLE001 - the trainer reports any error
                 self._fault = self._wrapped()
         while (frame := self._next_frame()) is not None:
             match frame:
@@ -126,7 +128,7 @@ class Worker:
                     self._fetched = 0
                     self._open(None)
                 state = self._state(is_first=True)
-        except Exception:  # noqa: BLE001 - as above
+        except Exception:  # noqa: BLE001 - the trainer reports any error
             self._fault = self._wrapped()
         self._send_state(frames.Ready(self._pass, state))
 
@@ -167,7 +169,7 @@ class Worker:
                 self._fetched += 1
                 if self._is_stateful and self._is_due():
                     state = self._state()
-            except Exception as error:  # noqa: BLE001 - whatever it is, the trainer reports it
+            except Exception as error:  # noqa: BLE001 - the trainer reports any error
                 if isinstance(error, StopIteration) and self._setup.is_iterable:
                     self._is_done = True
                     self._send_state(frames.Ended(self._pass, frame.task, self._last_state()))
@@ -178,12 +180,12 @@ class Worker:
     def _encoded(
         self, task: int, kind: str, made: list[Any], state: WorkerState | None
     ) -> bytes | memoryview:
-        """Encode the result, or the reason why it cannot be sent, which the user must see."""
+        """Encode the result; if it cannot be sent, encode the error instead."""
         parcel = None
         try:
             parcel = self._packer.pack(made)
             return frames.encode(frames.Made(self._pass, task, kind, parcel, state))
-        except Exception:  # noqa: BLE001 - as above
+        except Exception:  # noqa: BLE001 - the trainer reports any error
             if parcel is not None:
                 self._packer.take_back(parcel)
             parcel = self._packer.pack([self._wrapped()])
@@ -196,7 +198,7 @@ class Worker:
     def _last_state(self) -> WorkerState | None:
         try:
             return self._state() if self._is_stateful else None
-        except Exception:  # noqa: BLE001 - there is no batch left to tell it with
+        except Exception:  # noqa: BLE001 - no batch follows that could report the error
             return None
 
     def _state(self, *, is_first: bool = False) -> WorkerState | None:
@@ -227,7 +229,8 @@ class Worker:
         wrapped = workers.ExceptionWrapper(where=where)
         try:
             pickled_whole(wrapped)
-        except Exception:  # noqa: BLE001 - its class cannot be imported; its text is enough
+        # The user's exception cannot be pickled, e.g. its class cannot be imported: send its text.
+        except Exception:  # noqa: BLE001
             wrapped.exc_type = RuntimeError
         return wrapped
 
@@ -241,7 +244,7 @@ class Worker:
     def _send_state(self, frame: frames.Ready | frames.Ended) -> None:
         try:
             encoded = frames.encode(frame)
-        except Exception:  # noqa: BLE001 - of the user's state; the next batch raises it
+        except Exception:  # noqa: BLE001 - pickling the state raised; the next batch reports this
             self._fault = self._wrapped()
             encoded = frames.encode(replace(frame, state=None))
         self._connection.send_bytes(encoded)
@@ -251,8 +254,9 @@ class Worker:
 
 
 class _Inbox:
-    """Reads frames from the socket as they arrive, so that the trainer never waits to send one.
-    Ends the worker when its trainer dies, whatever the user's code is doing.
+    """The frames of the trainer. A thread reads them from the socket as they arrive, so that the
+    trainer never waits to send a frame. The thread ends the process when the trainer dies, even
+    while the user's code runs.
     """
 
     def __init__(self, connection: Connection, parent_pid: int) -> None:
@@ -266,8 +270,8 @@ class _Inbox:
     def take(self, timeout_s: float | None) -> frames.ToWorker | None:
         """Return the next frame; None if the trainer is gone.
 
-        Raises:  queue.Empty: no frame has arrived yet.  Whatever the unpickling of a user's index
-        or state raises.
+        Raises:  queue.Empty: no frame has arrived within `timeout_s`.  Whatever the unpickling of a
+        user's index or state raises.
         """
         frame = self._frames.get(timeout=timeout_s)
         if isinstance(frame, Exception):
@@ -278,7 +282,7 @@ class _Inbox:
         while (encoded := self._received()) is not None:
             try:
                 frame = frames.decode(encoded)
-            except Exception as error:  # noqa: BLE001 - the worker ends by it, as torch's does
+            except Exception as error:  # noqa: BLE001 - `take` raises this error, which ends the worker
                 self._frames.put(error)
                 continue
             if isinstance(frame, frames.Begin):
@@ -287,12 +291,12 @@ class _Inbox:
                 self.pass_id = None
             self._frames.put(frame)
         self._frames.put(None)
-        # The trainer is dead: end soon, even if the user's code never returns.
+        # The trainer is dead: end the process soon, even if the user's code never returns.
         threading.Event().wait(_LAST_WORDS_S)
         os._exit(1)
 
     def _received(self) -> bytes | None:
-        """Wait for the trainer's next message; None when the trainer is gone."""
+        """Wait for the trainer's next message; return None if the trainer is gone."""
         try:
             while not self._poll.poll(_PARENT_POLL_MS):
                 if self._parent_pid and os.getppid() != self._parent_pid:
@@ -303,7 +307,7 @@ class _Inbox:
 
 
 def work(setup: Setup, connection: Connection, inherited: list[Connection]) -> None:
-    """Run a worker: its main function."""
+    """Run a worker. This is the main function of its process."""
     try:
         for trainers in inherited:
             trainers.close()

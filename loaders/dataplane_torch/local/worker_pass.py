@@ -38,9 +38,9 @@ from dataplane_torch.torch_private.memory import pin_memory
 
 
 class BatchTask(Struct):
-    """A batch that a worker makes, and the sampler's position after its index. `make` is set when
-    the memory of its parcel is taken, which may be before it is due if it is copied to a device.
-    `raised` is the last error of `make`.
+    """A batch that a worker makes, and the sampler's position after its index. `make` returns the
+    batch. It is set when the memory of the parcel is taken, which may happen before the batch is
+    due if it is copied to a device. `raised` is the last error of `make`.
     """
 
     worker_id: int
@@ -107,7 +107,7 @@ class WorkerPass(WorkerPassBase):
         with begin.drawing():
             super().__init__(loader)
             seed = self.shared_seed
-            if begin.is_anew:  # torch asks samplers and generators twice, too
+            if begin.is_anew:  # torch's constructor also makes the iterator twice
                 begin.remember()
                 super().begin_again(loader, is_first=True)
             self._take_places(begin)
@@ -151,7 +151,7 @@ class WorkerPass(WorkerPassBase):
             self.close()
 
     def begin_again(self, loader: Any, *, is_first: bool = False) -> None:
-        """Begin the next pass, with the same workers if they live and no frame is incomplete."""
+        """Begin the next pass, with the same workers if all live and no frame is incomplete."""
         with self._lock:
             was_torn, self._is_torn = self._is_torn, True
             begin = self._begin(loader, None, {})
@@ -168,8 +168,8 @@ class WorkerPass(WorkerPassBase):
             self._is_torn = False
 
     def _rehired(self) -> bool:
-        """Replace workers that an interrupt of the previous pass ended, which was noticed only now.
-        The new ones get the same tasks. Returns False if the workers ended in another way.
+        """Replace workers that an interrupt of the previous pass ended, if this is only noticed
+        now. The new workers get the same tasks. Return False if the workers ended in another way.
         """
         crew, loader, may = self._crew, self._loader(), self._may_rehire
         self._may_rehire = False
@@ -230,7 +230,8 @@ class WorkerPass(WorkerPassBase):
 
     def _states_to_load(self, resume: PassState | None) -> list[WorkerState | None]:
         count = self.worker_count
-        # Only persistent workers keep the datasets of a finished pass.
+        # Load the states of a finished pass only into persistent workers: other workers begin the
+        # next pass with a new copy of the dataset.
         is_over = resume is not None and resume.is_finished
         is_kept = self.persists or not is_over
         if resume is None or not is_kept or len(resume.workers) != count:
@@ -270,7 +271,7 @@ class WorkerPass(WorkerPassBase):
         try:
             return super().__next__()
         except StopIteration:
-            if self._tasks and not self._is_closed:  # raised by the dataset
+            if self._tasks and not self._is_closed:  # the dataset has raised StopIteration
                 raise
             if not self.beginning.place.is_finished and not self._is_closed:
                 self.beginning.finish()
@@ -294,7 +295,7 @@ class WorkerPass(WorkerPassBase):
                 raise RuntimeError(f"DataLoader timed out after {self.timeout_s} seconds")
 
     def _answered(self) -> int | None:
-        """Return the task of the next batch, if it is ready. Skips tasks without a batch."""
+        """Return the task of the next batch, if the batch is ready. Skip tasks without a batch."""
         for task_id in list(self._tasks) if not self._in_order else itertools.count(self._next_out):
             task = self._tasks.get(task_id)
             if task is None or (task.answer is None and self._in_order):
@@ -316,7 +317,7 @@ class WorkerPass(WorkerPassBase):
         task = self._tasks[task_id]
         make, was_reported = self._take(task), False
         batch: Any = None
-        self._is_torn = False  # whatever raises from here on is tried again
+        self._is_torn = False  # if `make` raises, the next call tries again
         try:
             batch = make()
         except Exception as error:
@@ -341,7 +342,8 @@ class WorkerPass(WorkerPassBase):
         assert self._crew is not None
         mapped, made = self._crew.mapped[task.worker_id], cast("frames.Made", task.answer)
         pin = None
-        if self.is_pinning and self._copy_stream is None:  # otherwise its memory is pinned already
+        # With a copy stream, the memory of the parcel is already pinned.
+        if self.is_pinning and self._copy_stream is None:
             pin = functools.partial(pin_memory, device=self.pinned_for)
         return task.take(made, mapped, self._copy_stream, pin)
 
@@ -351,7 +353,7 @@ class WorkerPass(WorkerPassBase):
         """
         task = self._next_made()
         if task is None:
-            with contextlib.suppress(RuntimeError):  # waiting for a dead worker's batch raises it
+            with contextlib.suppress(RuntimeError):  # waiting for the batch will raise again
                 self._hear(0.0, rests=False)
             task = self._next_made()
         if task is not None and isinstance(sending := self._take(task), Sending):
@@ -377,7 +379,7 @@ class WorkerPass(WorkerPassBase):
         elif task.sampler is not None:
             self._furthest = max(self._furthest, (task_id, task.sampler), key=lambda pair: pair[0])
             last, reached = self._furthest
-            # Indices that were drawn earlier, but whose batches are still being made.
+            # Record indices that were drawn earlier, but whose batches are still being made.
             missing = tuple(other.index for i, other in self._tasks.items() if i < last)
             place.sampler = replace(reached, missing=missing + reached.missing)
         if state is not None:
@@ -421,7 +423,7 @@ class WorkerPass(WorkerPassBase):
         return sum(task.worker_id == worker_id and task.answer is None for task in tasks)
 
     def _hear(self, deadline: float | None, *, rests: bool) -> bool:
-        """Process the workers' messages; return False if the deadline came first. `rests` means
+        """Process the workers' messages. Return False if the deadline came first. `rests` means
         that no batch is being handed over, so that an interrupt of the wait does not tear the pass.
 
         Raises:  RuntimeError: a worker died.

@@ -6,7 +6,7 @@ functions and attributes. Each has one name here, and a docstring with its name 
 rely on. All of them exist in torch 2.6, the oldest version we support, and in every version that
 `make test-others` runs. If versions differ, the docstring says how, and callers see no difference.
 
-If a torch lacks one of them, importing dataplane_torch raises VersionMismatch; for attributes that
-torch's constructors set, the first pass does. Names that only some builds or process groups have
-are the exception: their docstrings say what happens without them.
+If a version of torch lacks one of these names, importing dataplane_torch raises VersionMismatch; if
+it lacks an attribute that torch's constructors set, the first pass raises. For names that only some
+builds or process groups have, the docstrings say what happens without them.
 """

@@ -49,7 +49,7 @@ class DatasetFetcher(Protocol):
     def fetch(self, possibly_batched_index: Any) -> Any:
         """Return the batch for an index, or for a list of indices.
 
-        Raises:  StopIteration: an iterable dataset has ended.  Whatever the dataset raises.
+        Raises:  StopIteration: an iterable dataset has ended.  Also whatever the dataset raises.
         """
         ...
 
@@ -97,7 +97,7 @@ class LoaderBase(torch.utils.data.DataLoader[_T_co]):
         self._iterator = kept
 
     def _new_pass(self) -> Any:
-        """A new iterator: torch's own, unless a subclass overrides this."""
+        """Return a new iterator: torch's own, unless a subclass overrides this."""
         return super()._get_iterator()
 
     def _get_iterator(self) -> Any:
@@ -178,7 +178,7 @@ class LocalPassBase(PassNames, dataloader._SingleProcessDataLoaderIter):
 
     fetcher: DatasetFetcher = _attribute("_dataset_fetcher")
     next_batch: Any = dataloader._SingleProcessDataLoaderIter._next_data
-    """The next batch, loaded in this process and pinned.  Raises:  StopIteration: there is none."""
+    """Load the next batch in this process, and pin it.  Raises:  StopIteration: none is left."""
 
     def __init_subclass__(cls) -> None:
         cls._next_data = cls.next_batch  # type: ignore[method-assign]
@@ -203,7 +203,7 @@ class WorkerPassBase(PassNames, dataloader._BaseDataLoaderIter):
         require(self, *_OF_PASS)
 
     next_index: Any = dataloader._BaseDataLoaderIter._next_index
-    """The next of `indices`.  Raises:  StopIteration: there is none."""
+    """Return the next of `indices`.  Raises:  StopIteration: no index is left."""
 
     def begin_again(self, loader: Any, *, is_first: bool = False) -> None:
         """Prepare the next pass as torch does: make a new iterator of the sampler, seed DataPipes
@@ -219,7 +219,7 @@ class WorkerPassBase(PassNames, dataloader._BaseDataLoaderIter):
     def close(self) -> None:
         """End the worker processes."""
 
-    # Other members of torch's iterator with workers, which frameworks and tests use.
+    # These are further members of torch's iterator with workers, which frameworks and tests use.
 
     @property
     def _workers(self) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The DeviceMesh that is entered, and the one that a mesh was cut from."""
+"""The entered DeviceMesh, and the mesh from which a mesh was cut."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def current_mesh() -> Any:
 
 
 def whole_mesh(mesh: Any) -> Any:
-    """Return the mesh that this one was cut from; None if it is whole, or if torch does not say."""
+    """Return the mesh from which `mesh` was cut; None if it is whole, or if torch cannot tell."""
     of_mesh = getattr(mesh, "_get_root_mesh", None)
     if of_mesh is None:
         module = getattr(torch.distributed, "device_mesh", None)

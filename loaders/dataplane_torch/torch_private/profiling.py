@@ -22,7 +22,7 @@ _HAS_NVTX = "NVTX_INJECTION64_PATH" in os.environ and torch.version.cuda is not 
 
 
 def in_profile(name: str) -> AbstractContextManager[Any]:
-    """Return a range of this name for the profiler that runs now, and nothing if none does.
+    """Return a range of this name for the active profiler; without a profiler, do nothing.
 
     torch.autograd.profiler._is_profiler_enabled: whether torch.profiler, or emit_nvtx, is active.
     Reading it costs nothing; entering a range that nobody sees would take microseconds.

@@ -16,7 +16,7 @@ TESTED: Final = "2.6 to 2.15"
 def require(owner: object, *names: str) -> None:
     """Check that a module, class or object of torch's has these attributes.
 
-    Raises:  VersionMismatch: one is missing; says which, and what to install.
+    Raises:  VersionMismatch: an attribute is missing; says which, and what to install.
     """
     for name in names:
         if not hasattr(owner, name):

@@ -90,14 +90,15 @@ def set_worker_info(worker_id: int, worker_count: int, seed: int, dataset: Any) 
 
 def end_queues_at_exit() -> None:
     """Make a worker of torch's DataLoader that was started by spawn end normally. Python aborts a
-    process that exits while a thread is inside of torch. The thread of multiprocessing.Queue that
-    pickles tensors often is: torch closes the queue, but does not wait for it.
+    process that exits while a thread is inside of torch. The thread of a multiprocessing.Queue
+    often is, because it pickles tensors, and torch closes the queue without waiting for the thread.
     """
     atexit.register(_join_feeders)
 
 
 def _join_feeders() -> None:
     for thread in threading.enumerate():
-        # If it is still running after that, it waits for a pipe that nobody reads: not in torch.
+        # Wait only this long: a thread that still runs then is blocked by a pipe that no process
+        # reads, and is not inside of torch.
         if thread.name == _FEEDER:
             thread.join(_FEEDER_S_MAX)
