@@ -7,10 +7,12 @@ import pytest
 from msgspec import Struct, field, structs
 
 from dataplane.model import config
-from dataplane.model.config import JobSpec
+from dataplane.model.changes import order_key
+from dataplane.model.config import JobSpec, MixtureSpec, SourceSpec
 from dataplane.model.records import (
     ColumnOptions,
     Cut,
+    DatasetIdentity,
     Decoding,
     End,
     ImageSpec,
@@ -195,3 +197,21 @@ def test_what_becomes_of_bad_images_is_in_no_saved_digest_and_in_that_of_ranks()
     assert spec.joint_digest == spec.slabs_digest == spec.digest()
     assert other.slabs_digest == other.joint_digest != spec.digest()
     assert spec.differences(other) == (("bad_images", "raise", "replace"),)
+
+
+@pytest.mark.parametrize("view", [View(), View(where="x > 1")])
+def test_what_becomes_of_bad_rows_is_in_no_digest_of_the_order(view):
+    identity = DatasetIdentity("c", "l")
+
+    def digests(view: View, other: View) -> list[tuple[str, str, str]]:
+        mixture = MixtureSpec((SourceSpec("a", F, 1, view=view), SourceSpec("b", F, 1, view=other)))
+        return [
+            (spec.digest(), spec.rows_digest("l"), order_key(spec, identity))
+            for spec in (JobSpec(F, shuffle=True, view=view), JobSpec(F, mixture=mixture))
+        ]
+
+    replaced = structs.replace(view, bad_max=0.001)
+    assert digests(view, View()) == digests(replaced, View(bad_max=0.001))
+    other = JobSpec(F, view=replaced)
+    assert JobSpec(F, view=view).slabs_digest != other.slabs_digest
+    assert JobSpec(F, view=view).facts() == other.facts()

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from enum import Enum
 from typing import Any
 
 from msgspec import NODEFAULT, Struct, field, structs
@@ -362,8 +363,8 @@ _CHANGING: Mapping[type, frozenset[str]] = {
 
 
 def _digested(value: Any) -> Any:
-    """Convert a value to the form that digests cover: Structs as dicts, without fields that were
-    added later and have their default.
+    """Convert a value to the form that digests cover: Structs as dicts, without fields that may
+    change during a run, and without those that were added later and have their default.
     """
     if isinstance(value, tuple):
         return [_digested(part) for part in value]
@@ -376,14 +377,27 @@ def _digested(value: Any) -> Any:
     return {
         name: _digested(part)
         for name, default in _defaults_of(value).items()
-        if name not in changing and ((part := getattr(value, name)) != default or name in first)
+        if name not in changing
+        and ((part := _unchanged(getattr(value, name))) != default or name in first)
     }
+
+
+def _unchanged(value: Any) -> Any:
+    """Return a view as it is without the fields that may change during a run; other values are
+    returned as they are.
+    """
+    if not isinstance(value, View):
+        return value
+    defaults = _defaults_of(value)
+    return replace(value, **{name: defaults[name] for name in _CHANGING[View]})
 
 
 def sparse(value: Any) -> Any:
     """Return a Struct as plain values, without the fields that have their default."""
     if isinstance(value, tuple):
         return [sparse(part) for part in value]
+    if isinstance(value, Enum):
+        return value.value
     if not isinstance(value, Struct):
         return value
     return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import json
 import os
@@ -16,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from dataplane_torch import DataLoader, Mixture, Pack, ShardedIterableDataset, Source
 from warm import WarmPython
 
@@ -187,6 +189,28 @@ def test_a_run_may_change_several_times(folder: Path) -> None:
     damaged = {**state, "stages": chain[::-1]}
     with pytest.raises(ConfigError, match="its stages"), ranks(some(folder, 0), state=damaged):
         pass
+
+
+def test_a_state_after_a_change_has_only_plain_values(folder: Path) -> None:
+    """`torch.load` by default reads nothing else."""
+    lists = {"columns": ["id", "tokens"], "max_length": 4, "truncation_side": "left"}
+    for url, more in ((some(folder, 0), {"drop_last": True, **lists}), (mixed(folder), {})):
+        state = state_after(url, 1, **more)
+        with ranks(url, state=state, change="restart", seed=4, **more) as (loader,):
+            state = loader.state_dict()
+        saved = io.BytesIO()
+        torch.save(state, saved)
+        assert torch.load(io.BytesIO(saved.getvalue())) == state
+
+
+def test_rows_that_are_replaced_from_now_on_change_no_recipe(folder: Path) -> None:
+    state = state_after(some(folder, 0), 1)
+    with ranks(some(folder, 0), state=state, on_bad="replace") as (loader,):
+        read([loader], 1)
+        later = loader.state_dict()
+    assert later["spec_digest"] == state["spec_digest"]
+    with ranks(some(folder, 0), 1, later, "unread", on_bad="replace", seed=4) as loaders:
+        assert len([*itertools.chain(*read(loaders))]) == ROWS - 2 * BATCH
 
 
 def test_ranks_that_pass_different_changes_are_refused(folder: Path) -> None:
