@@ -8,6 +8,7 @@ no value wraps around, and no finite number becomes infinite.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 
 import numpy as np
 import pyarrow as pa
@@ -102,6 +103,8 @@ def read_written(array: pa.Array, target: pa.DataType, column: str, url: str) ->
             raise pa.ArrowInvalid("no number")
         number = pa.float64() if pa.types.is_float16(target) else target
         made = pc.utf8_ltrim(digits, "+").cast(number)
+        if pa.types.is_float16(target):
+            made = _off_midpoints(made, digits)
         if pa.types.is_floating(target) and pc.any(pc.is_inf(made)).as_py():
             raise pa.ArrowInvalid("too large")
         return made
@@ -117,6 +120,24 @@ def read_written(array: pa.Array, target: pa.DataType, column: str, url: str) ->
         shard=url,
         field=column,
     )
+
+
+def _off_midpoints(made: pa.Array, digits: pa.Array) -> pa.Array:
+    """Move doubles that lie midway between two values of float16 to the side on which the written
+    numbers lie, so that rounding the doubles gives the float16 nearest to each number.
+    """
+    doubles = made.to_numpy(zero_copy_only=False).copy()
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        below = np.nextafter(doubles, -np.inf).astype(np.float16).astype(np.float64)
+        above = np.nextafter(doubles, np.inf).astype(np.float16).astype(np.float64)
+        # The value after the largest float16 would be 65536.
+        below, above = (np.clip(side, -65536.0, 65536.0) for side in (below, above))
+        is_midway = (below < above) & (doubles - below == above - doubles)
+    for at in np.flatnonzero(is_midway).tolist():
+        written, double = Decimal(digits[at].as_py()), Decimal(doubles[at].item())
+        if written != double:
+            doubles[at] = np.nextafter(doubles[at], np.inf if written > double else -np.inf)
+    return pa.array(doubles, pa.float64(), mask=made.is_null().to_numpy(zero_copy_only=False))
 
 
 def _check(spec: ColumnSpec, dtype: str) -> None:

@@ -19,7 +19,7 @@ from dataplane.model.errors import ConfigError, CorruptShard
 from dataplane.model.records import ColumnOptions, Kind, ListPolicy, NullPolicy, StackSpec
 from dataplane.plan.columns import NEVER, UNKNOWN, NullCounts
 from dataplane.transforms.canonical import canonical
-from dataplane.transforms.casts import converted
+from dataplane.transforms.casts import converted, read_written
 from dataplane.transforms.codes import (
     categories_in,
     check_codes,
@@ -422,3 +422,28 @@ def test_counts_of_shards_add_up_and_unknown_outweighs_zero():
     assert copy is not None
     assert copy.counts.tolist() == found.counts.tolist()
     assert copy.shards.tolist() == found.shards.tolist()
+
+
+@pytest.mark.parametrize(
+    ("written", "nearest"),
+    [
+        ("1.00048828125", 1.0),
+        ("1.0004882812500000000001", 1.0009765625),
+        ("1.0014648437499999999999", 1.0009765625),
+        ("-1.0004882812500000000001", -1.0009765625),
+        ("65519.99999999999999999999", 65504.0),
+        ("2.98023223876953125000000001e-8", 2.0**-24),
+        ("2.98023223876953125e-8", 0.0),
+        ("1.0004882812500002", 1.0009765625),
+        ("0.1", 0.0999755859375),
+    ],
+)
+def test_a_float16_of_digits_is_rounded_once(written: str, nearest: float) -> None:
+    array = pa.array([None, written])
+    assert read_written(array, pa.float16(), "x", URL).to_pylist() == [None, nearest]
+
+
+def test_digits_that_are_nearer_to_the_value_after_the_largest_float16_are_refused() -> None:
+    for written in ("65520", "65520.00000000000000000001"):
+        with pytest.raises(ConfigError, match="cannot hold"):
+            read_written(pa.array([written]), pa.float16(), "x", URL)
