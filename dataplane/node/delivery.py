@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from dataplane.arena.memfd import Arena
@@ -82,6 +82,9 @@ class DeliveryArena(Struct, eq=False):
     """The job whose slabs these are; "" if the node itself reads them."""
     is_for_nodes: bool = False
     """Whether the slabs are for other nodes, not for trainers of this one."""
+    launch: tuple[str, str] = ("", "")
+    """The launch of the job, and the digest of what its slabs contain: replaced rows are counted
+    for all deliveries together for which both are equal."""
     bad_limit: int | None = None
     """How many rows may be replaced since they cannot be read; None if no limit applies."""
     meter: JobMeter | None = None
@@ -253,16 +256,25 @@ _TEXT_MAX = 1024
 """The most characters of a url or a reason, so that a heartbeat with them can always be sent."""
 _JOBS_MAX = 64
 _RowName = tuple[str, int]
+_Launch = tuple[str, tuple[str, str]]
+
+
+class _Counted(Struct, eq=False):
+    """The counted rows of a launch of a job, and the first of them, for errors."""
+
+    names: set[_RowName] = field(default_factory=set)
+    first: list[ReplacedRow] = field(default_factory=list)
 
 
 class ReplacedRows:
-    """The replaced rows of one node's jobs."""
+    """The replaced rows of one node's jobs. Rows are counted until a launch has closed its job on
+    this node. Those that the coordinator has not received are kept for longer.
+    """
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
-        self._rows: OrderedDict[str, set[_RowName]] = OrderedDict()
-        self._untold: dict[str, dict[_RowName, ReplacedRow]] = {}
-        self._first: dict[str, list[ReplacedRow]] = {}
+        self._counted: OrderedDict[_Launch, _Counted] = OrderedDict()
+        self._untold: OrderedDict[str, dict[_RowName, ReplacedRow]] = OrderedDict()
 
     def note(self, delivery: DeliveryArena, result: object) -> None:
         """Note the replaced rows of a slab of this delivery. Jobs of other nodes are reported by
@@ -273,11 +285,18 @@ class ReplacedRows:
             for row in result.replaced:
                 url, reason = redacted(unsigned(row.url)), row.reason
                 short = replace(row, url=url[:_TEXT_MAX], reason=reason[:_TEXT_MAX])
-                self._note(delivery.job_id, short, 1 + (delivery.bad_limit or 0))
+                self._note(delivery, short)
 
     def count(self, job_id: str) -> int:
         """Return how many replaced rows of a job were counted; counting stops at a limit."""
-        return len(self._rows.get(job_id, ()))
+        launches = (rows for (job, _), rows in self._counted.items() if job == job_id)
+        return sum(len(rows.names) for rows in launches)
+
+    def forget(self, delivery: DeliveryArena) -> None:
+        """Forget the counted rows of a launch that has closed its job: a row may be repaired before
+        the job is opened again.
+        """
+        self._counted.pop((delivery.job_id, delivery.launch), None)
 
     def checked(self, delivery: DeliveryArena, result: tasks.ResultBody) -> tasks.ResultBody:
         """Note the replaced rows of a slab. Return its result, or the error that ends the job if
@@ -287,10 +306,10 @@ class ReplacedRows:
         return self._excess(delivery) or result
 
     def _excess(self, delivery: DeliveryArena) -> CorruptShard | None:
-        limit, count = delivery.bad_limit, self.count(delivery.job_id)
-        if limit is None or count <= limit:
+        limit, counted = delivery.bad_limit, self._counted.get((delivery.job_id, delivery.launch))
+        if limit is None or counted is None or len(counted.names) <= limit:
             return None
-        rows = list(self._first.get(delivery.job_id, ()))
+        rows, count = counted.first, len(counted.names)
         listed = "; ".join(f"{row.url} row {row.row}: {row.reason:.160}" for row in rows)
         more = "" if count <= len(rows) else " …"
         return CorruptShard(
@@ -314,21 +333,24 @@ class ReplacedRows:
             if not untold:
                 self._untold.pop(progress.job_id, None)
 
-    def _note(self, job_id: str, row: ReplacedRow, counted: int) -> None:
-        known = self._rows.setdefault(job_id, set())
-        if len(self._rows) > _JOBS_MAX:
-            oldest = self._rows.popitem(last=False)[0]
-            self._untold.pop(oldest, None)
-            self._first.pop(oldest, None)
-        name = (row.url, row.row)
-        if name in known or len(known) >= max(ROWS_MAX, counted):
+    def _note(self, delivery: DeliveryArena, row: ReplacedRow) -> None:
+        job_id, key = delivery.job_id, (delivery.job_id, delivery.launch)
+        counted = self._counted.setdefault(key, _Counted())
+        if len(self._counted) > _JOBS_MAX:
+            self._counted.popitem(last=False)
+        known, name = counted.names, (row.url, row.row)
+        if name in known or len(known) >= max(ROWS_MAX, 1 + (delivery.bad_limit or 0)):
             return
         known.add(name)
         if len(known) > ROWS_MAX:
             return
         if len(known) <= _LISTED:
-            self._first.setdefault(job_id, []).append(row)
-        self._untold.setdefault(job_id, {})[name] = row
+            counted.first.append(row)
+        untold = self._untold.setdefault(job_id, {})
+        if len(self._untold) > _JOBS_MAX:
+            self._untold.popitem(last=False)
+        if len(untold) < ROWS_MAX:
+            untold[name] = row
         last = "; further rows are not told" if len(known) == ROWS_MAX else ""
         self._trace.failed(
             "row replaced", job=job_id, shard=row.url, row=row.row, instead=row.instead,

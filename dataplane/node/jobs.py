@@ -243,6 +243,9 @@ class Jobs:
         if delivery.users == 0:
             self._deliveries = {k: d for k, d in self._deliveries.items() if d is not delivery}
             self.opener.close_delivery(delivery)
+            kept = {(other.job_id, other.launch) for other in self._deliveries.values()}
+            if (delivery.job_id, delivery.launch) not in kept:
+                self._engine.replaced.forget(delivery)
 
     def forget_manifest(self, job_id: str) -> None:
         """Forget a job's manifest when its last rank has closed it, so that the next rank lists the
@@ -327,6 +330,7 @@ class Jobs:
                 names_sources=opened.names_sources,
                 collated=opened.collated,
                 job_id=request.job_id,
+                launch=(request.incarnation, spec.slabs_digest),
                 bad_limit=bad_limit(spec, opened.datasets),
             )
             self._deliveries[key] = delivery

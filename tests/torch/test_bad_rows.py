@@ -259,6 +259,20 @@ def test_too_many_bad_rows_end_the_run_with_a_list(tmp_path: Path, service: str)
             assert f"{row // SHARD}.jsonl row {row % SHARD}: " in str(caught.value)
 
 
+def test_rows_that_are_repaired_count_no_more(tmp_path: Path, service: str) -> None:
+    folder, options = folder_of(tmp_path, "jsonl"), {**OPTIONS, "bad_max": 5 / ROWS}
+    with (
+        DataLoader(folder, 12, name="repaired", **options) as loader,
+        pytest.raises(CorruptShard, match="6 rows"),
+    ):
+        list(loader)
+    for shard in range(2):
+        lines = json_lines({"id": row, "text": texts()[row]} for row in of_shard(shard))
+        (tmp_path / f"{shard}.jsonl").write_bytes(lines)
+    with DataLoader(folder, 12, name="repaired", **options) as loader:
+        assert sorted(ids(loader)) == list(range(ROWS))
+
+
 @pytest.mark.parametrize("name", ["jsonl", "parquet"])
 def test_bad_rows_of_a_view_are_replaced_by_rows_of_it(
     tmp_path: Path, service: str, name: str
