@@ -156,14 +156,14 @@ class JobNeighbours:
     def _limits_that_fit(
         self, job: Job, limits: Collection[tuple[str, ...]]
     ) -> Collection[tuple[str, ...]]:
-        """Select the limits (prefixes of urls) that contain the job's dataset. If there are any,
-        restrict the blocks that nodes lend to the urls of the dataset.
+        """Select the limits (prefixes of urls) that contain the job's dataset, and the former
+        ones that it names. If there are any, restrict what nodes lend to the urls of these.
         """
         if not any(limits):
             return ()
         from dataplane.security.urls import are_under, roots  # late: only jobs with limits need it
 
-        urls = roots(job.urls)
+        urls = roots((*job.urls, *job.spec.urls_before)) if job.urls else ()
         fitting = [prefixes for prefixes in limits if are_under(urls, prefixes)]
         if fitting:
             self._only_under = urls

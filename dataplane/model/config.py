@@ -152,6 +152,14 @@ class JobSpec(Struct, frozen=True):
         """The first epoch of the present stage."""
         return self.stages[-1].next_epoch if self.stages else 0
 
+    @property
+    def urls_before(self) -> tuple[str, ...]:
+        """The urls of the datasets of former stages, as far as the user gave them: absolute paths
+        as urls, the others unchanged.
+        """
+        before = (url for stage in self.stages for _, urls in stage.before for url in urls)
+        return tuple(f"file://{url}" if url.startswith("/") else url for url in before)
+
     def digest(self) -> str:
         """Return 32 hex digits over everything but `global_batch` and the weights of a mixture; if
         the job is shuffled, also over the version of the order.

@@ -239,12 +239,14 @@ class Making:
 
     async def _opened(self, job: _Job, opening: OpenJob) -> _Opened:
         check_names(opening)
-        names = (url for part in _parts(opening) for url in part.source.urls)
+        names = [url for part in _parts(opening) for url in part.source.urls]
+        names += opening.spec.urls_before
         _check_within(job, map(normalise, names))
         opened = await self._opener.job(opening, job.digest)
         try:
-            for manifest in opened.manifests:
-                listed = map(unsigned, manifest.shards.urls)
+            shards = (manifest.shards for manifest in opened.manifests)
+            for table in (*shards, *opened.before):
+                listed = map(unsigned, table.urls)
                 await asyncio.to_thread(_check_within, job, listed, are_listed=True)
             for dataset in opened.datasets:
                 check_blocks(dataset, self._config.block_arena_bytes)

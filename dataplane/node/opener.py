@@ -41,7 +41,7 @@ from dataplane.node.engine import Engine
 from dataplane.node.own_reads import CollatedReader, FirstSource, MappedReader, OwnReads
 from dataplane.node.shared_manifests import SharedManifests, Wanted
 from dataplane.plan.defaults import BlockSizes, Shuffle, shuffle_of
-from dataplane.plan.manifest import Manifest
+from dataplane.plan.manifest import Manifest, ShardTable
 from dataplane.plan.orders import sample_count_of
 from dataplane.plan.packed_blocks import with_counts
 from dataplane.plan.packs import Packing
@@ -101,8 +101,9 @@ class Opened(Struct, frozen=True):
 
 
 class OpenedJob(Struct, frozen=True):
-    """The datasets of a job, one or those of a mixture; and the columns that its collate function
-    makes.
+    """The datasets of a job, one or those of a mixture; the columns that its collate function
+    makes; and the shards of former datasets (`before`) from which the samples that are left were
+    computed.
     """
 
     spec: JobSpec
@@ -111,6 +112,7 @@ class OpenedJob(Struct, frozen=True):
     identity: DatasetIdentity
     sample_count: int
     collated: CollatedColumns | None = None
+    before: tuple[ShardTable, ...] = ()
 
     @property
     def columns(self) -> tuple[ColumnSpec, ...]:
@@ -223,7 +225,7 @@ class DatasetOpener:
             return await self._mixture(request, digest)
         opened = await self.manifest(request)
         spec = _settled(spec_of(opened, request), opened.identity)
-        (opened,) = await self._with_left(request, spec, (opened,))
+        (opened,), before = await self._with_left(request, spec, (opened,))
         self._check_digest(request, spec, digest)
         manifest, dp_size = opened.manifest, request.topology.dp_size
         mapped = await self._mapped_reader.of_job(manifest, spec)
@@ -239,7 +241,7 @@ class DatasetOpener:
             self.forget_unread(dataset)
             raise
         count = manifest.sample_count
-        return OpenedJob(spec, (opened,), (dataset,), opened.identity, count, collated)
+        return OpenedJob(spec, (opened,), (dataset,), opened.identity, count, collated, before)
 
     async def _mixture(self, request: messages.OpenJob, digest: str) -> OpenedJob:
         assert request.mixture is not None
@@ -273,7 +275,7 @@ class DatasetOpener:
             spec = _settled(mixed_spec(request, specs, datasets), identity)
             self._check_digest(request, spec, digest)
             delivered_columns(datasets[0].columns.specs, spec)
-            opened = await self._with_left(request, spec, opened)
+            opened, before = await self._with_left(request, spec, opened)
             manifests = [part.manifest for part in opened]
             counts = [manifest.sample_count for manifest in manifests]
             spec = await asyncio.to_thread(with_schedule, spec, counts)
@@ -285,7 +287,7 @@ class DatasetOpener:
             for dataset in datasets:
                 self.forget_unread(dataset)
             raise
-        return OpenedJob(spec, opened, tuple(datasets), identity, count, collated)
+        return OpenedJob(spec, opened, tuple(datasets), identity, count, collated, before)
 
     async def _inherit(self, opened: Opened, dataset: Dataset) -> None:
         """Give the dataset the blocks that were decoded to count its packs."""
@@ -295,15 +297,15 @@ class DatasetOpener:
 
     async def _with_left(
         self, request: messages.OpenJob, spec: JobSpec, opened: tuple[Opened, ...]
-    ) -> tuple[Opened, ...]:
+    ) -> tuple[tuple[Opened, ...], tuple[ShardTable, ...]]:
         """Add to the manifests which samples earlier stages left for the first epoch of this stage,
-        if the job reads that epoch.
+        if the job reads that epoch. Return also the shards of former datasets that were read.
 
         Raises:  ConfigError: the samples that earlier stages delivered cannot be computed.
         """
         stages = spec.stages
         if request.epoch > spec.first_epoch or not any(stage.unread for stage in stages[-1:]):
-            return opened
+            return opened, ()
         loop, source = asyncio.get_running_loop(), request.source
 
         async def packed(rows: Manifest, view: View, seed: int) -> Manifest:
@@ -318,18 +320,20 @@ class DatasetOpener:
             rows = self._open_manifest(source, rows_only(view), whole)
             return asyncio.run_coroutine_threadsafe(packed(rows, view, seed), loop).result()
 
+        before = list[SourceRead]()
+
         def left() -> list[Manifest]:
-            before = []
             for name, urls in itertools.chain(*(stage.before for stage in reversed(stages))):
                 manifest = self._open_manifest(messages.DatasetSource(urls), View(), None)
                 before.append(SourceRead(name, View(), manifest))
             return with_left(spec, [part.manifest for part in opened], viewed, before)
 
         manifests = await asyncio.to_thread(left)
-        return tuple(
+        with_them = tuple(
             replace(part, packed=replace(part.packed, manifest=manifest))
             for part, manifest in zip(opened, manifests, strict=True)
         )
+        return with_them, tuple(former.manifest.shards for former in before)
 
     def _check_digest(self, request: messages.OpenJob, spec: JobSpec, digest: str) -> None:
         own = changes_of(request.entries).job_digest(spec.slabs_digest)

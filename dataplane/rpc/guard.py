@@ -164,8 +164,11 @@ def _outside(request: Any, caller: Caller, allowed_urls: tuple[str, ...]) -> str
         if len(request.urls) > URLS_MAX:
             return f"it names {len(request.urls)} urls"
         allowed = ((caller.datasets, "its token does"), (allowed_urls or None, "allowed_urls do"))
+        urls = request.urls or ("",)
+        if isinstance(request, JoinRequest):
+            urls += request.spec.urls_before
         for prefixes, whose in allowed:
-            for url in () if prefixes is None else request.urls or ("",):
+            for url in () if prefixes is None else urls:
                 if not is_under(url, prefixes or ()):
                     return f"{whose} not allow {redacted(url) or 'a dataset without urls'}"
     return ""

@@ -33,6 +33,7 @@ from dataplane.model.records import (
     PackSpec,
     View,
 )
+from dataplane.model.redact import redacted, unsigned
 from dataplane.rpc.messages import (
     DatasetSource,
     JobOpened,
@@ -338,12 +339,21 @@ Before = Urls | Mapping[str, Urls] | None
 def before_of(given: Before) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Return the urls of former datasets by the names of sources, "" without a mixture.
 
-    Raises:  ConfigError: `given` has something that is not a url.
+    Raises:  ConfigError: `given` has something that is not a url, or is signed.
     """
     if given is None:
         return ()
     by_source = given if isinstance(given, Mapping) else {"": given}
-    return tuple((name, _urls(urls)) for name, urls in by_source.items())
+    before = tuple((name, _urls(urls)) for name, urls in by_source.items())
+    for url in (url for _, urls in before for url in urls):
+        if unsigned(url) != url:
+            raise ConfigError(
+                f"before= has {redacted(unsigned(url))} with a signature or credentials, which "
+                "would be part of saved states: pass urls without them, and give the node "
+                "credentials for the store, or name local copies",
+                field="before",
+            )
+    return before
 
 
 def _urls(given: object) -> tuple[str, ...]:

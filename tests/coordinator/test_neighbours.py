@@ -12,11 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from machine import LEASE_S, Machine
 from membership import SPEC, beat, join, leave, node, progress
+from msgspec import structs
 
 from dataplane.coordinator.layout import Seats
 from dataplane.coordinator.records import Member, Phase, Tick
+from dataplane.model.config import Stage
 from dataplane.model.errors import ConfigError, LeaseExpired, SpecMismatch
-from dataplane.model.records import Topology
+from dataplane.model.records import DatasetIdentity, Topology
 from dataplane.rpc.membership import HeartbeatRequest, NeighbourNode, StatusRequest
 
 NODES = ("n0", "n1", "n2")
@@ -157,6 +159,20 @@ def test_4_a_node_for_some_urls_is_told_of_only_if_the_job_reads_nothing_else(ma
     assert (names(after), after.only_under) == (["n0"], ("s3://b/train/",))
     machine.ask(join(0, 4, incarnation="i2", urls=("s3://b/train/*.parquet",)))
     assert told(machine, 0, generation=2).only_under == ()
+
+
+def test_4_a_job_reads_the_former_shards_that_it_names(machine):
+    identity, before = DatasetIdentity("c", "l"), (("", ("s3://c/old/x.parquet",)),)
+    stage = Stage("d", 0, 1, 2, identity, unread=True, before=before)
+    changed, reads = structs.replace(SPEC, stages=(stage,)), ("s3://b/*",)
+    machine.ask(node("n0", data_address=at(0), arena_bytes=100))
+    machine.ask(join(0, 4, urls=reads, spec=changed))
+    for rank, prefixes in ((1, ("s3://b",)), (2, ("s3://b", "s3://c"))):
+        more = {"data_address": at(rank), "arena_bytes": 100, "only_under": prefixes}
+        machine.ask(node(f"n{rank}", **more))
+        machine.ask(join(rank, 4, node_id=f"n{rank}", urls=reads, spec=changed))
+    limited = told(machine, 0)
+    assert (names(limited), limited.only_under) == (["n0", "n2"], ("s3://b/", *before[0][1]))
 
 
 @pytest.mark.parametrize("how", ["all are heard of", "one is silent", "one has left"])

@@ -8,6 +8,8 @@ import pytest
 from making_node import REFUSED, UNKNOWN, MakerNode, play
 from msgspec.structs import replace
 
+from dataplane.model.config import Stage
+from dataplane.model.records import DatasetIdentity
 from dataplane.node.making import TRY_AGAIN_S
 
 
@@ -33,6 +35,15 @@ def test_slabs_are_made_only_of_what_the_askers_key_is_for(
         (line,) = [one.getMessage() for one in caplog.records if "lies outside" in one.message]
         assert elsewhere in line
         caplog.clear()
+        before = (("", (f"{folder}/*", "/elsewhere/a.parquet")),)
+        stage = Stage("d", 0, 1, 2, DatasetIdentity("c", "l"), unread=True, before=before)
+        spec = replace(node.request.spec, stages=(stage,))
+        named = replace(opening, opening=replace(node.request, spec=spec), digest="another")
+        limits = {"only_under": (f"{folder}/",)}
+        assert await node.answer(node.ask(named, **limits)) == REFUSED
+        await node.until(lambda: "lies outside of" in caplog.text)
+        assert "file:///elsewhere/a.parquet lies outside of" in caplog.text
+        assert len(node.opened) == count, "former datasets are not opened either"
         inside = await node.slab(wanted, only_under=(f"{folder}/",))
         assert inside.content == whole.content
 

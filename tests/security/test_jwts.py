@@ -13,7 +13,7 @@ import membership
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
-from membership import VERSION, progress
+from membership import SPEC, VERSION, progress
 from msgspec import structs
 from trusted import (
     OWN,
@@ -31,7 +31,9 @@ from trusted import (
 
 from dataplane.coordinator.front import CoordinatorConfig
 from dataplane.coordinator.server import CoordinatorServer
+from dataplane.model.config import Stage
 from dataplane.model.errors import AccessDenied, ConfigError
+from dataplane.model.records import DatasetIdentity
 from dataplane.rpc.calls import CoordinatorClient
 from dataplane.rpc.membership import (
     ChangeRequest,
@@ -51,6 +53,11 @@ SECRET = "the-shared-token-of-these-tests-0123456789"
 SHARED = TokenSource("the tests", (SECRET,))
 ADDRESS = "10.0.0.1:7078"
 PEM = (serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+
+
+STAGE = Stage("d", 0, 1, 2, DatasetIdentity("c", "l"), unread=True, before=(("", ("s3://c/old",)),))
+CHANGED = structs.replace(SPEC, stages=(STAGE,))
+"""A job whose first epoch leaves out what was read of other shards."""
 
 
 def claims(**changed):
@@ -288,6 +295,7 @@ def test_only_a_node_gets_a_key_and_only_of_the_job_that_its_token_is_for():
         assert (len(told.key), told.only_under) == (32, ("s3://b/x/",))
         (again,) = (await client.heartbeat(beat(progress(), data_address=ADDRESS))).jobs
         assert again == told
+        await denied(client.join(join(0, spec=CHANGED, urls=("s3://b/x",))), "not allow s3://c/old")
 
     async def for_no_dataset(client):
         await client.register_node(registered)

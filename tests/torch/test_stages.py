@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from dataplane_torch import DataLoader, Mixture, Pack, ShardedIterableDataset, Source
+from dataplane_torch.arguments import before_of
 from warm import WarmPython
 
 from dataplane.cli import run
@@ -219,6 +220,19 @@ def test_ranks_that_pass_different_changes_are_refused(folder: Path) -> None:
         first.load_state_dict(state, change="restart")
         with pytest.raises(SpecMismatch, match="stages"):
             second.load_state_dict({})
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "https://h/a.parquet?X-Amz-Signature=abc",
+        {"web": ["s3://b/c", "https://me:pass@h/a.parquet"]},
+    ],
+)
+def test_signed_urls_of_former_shards_are_refused(before: Any) -> None:
+    """Their signatures would be in states and ledgers."""
+    with pytest.raises(ConfigError, match=r"before= has https://h/a.parquet with a sig"):
+        before_of(before)
 
 
 def test_a_torch_loader_over_shards_changes_too(folder: Path) -> None:
