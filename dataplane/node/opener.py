@@ -41,10 +41,11 @@ from dataplane.node.engine import Engine
 from dataplane.node.own_reads import CollatedReader, FirstSource, MappedReader, OwnReads
 from dataplane.node.shared_manifests import SharedManifests, Wanted
 from dataplane.plan.defaults import BlockSizes, Shuffle, shuffle_of
-from dataplane.plan.manifest import Manifest, ShardTable
+from dataplane.plan.manifest import Manifest
 from dataplane.plan.orders import sample_count_of
 from dataplane.plan.packed_blocks import with_counts
 from dataplane.plan.packs import Packing
+from dataplane.plan.shards import ShardTable
 from dataplane.plan.stages import SourceRead, with_left
 from dataplane.plan.views import identity_of, mixed_identity, rows_only, samples_of
 from dataplane.rpc import messages
