@@ -391,13 +391,8 @@ def _digested(value: Any) -> Any:
 
 
 def _unchanged(value: Any) -> Any:
-    """Return a view as it is without the fields that may change during a run; other values are
-    returned as they are.
-    """
-    if not isinstance(value, View):
-        return value
-    defaults = _defaults_of(value)
-    return replace(value, **{name: defaults[name] for name in _CHANGING[View]})
+    """Return a view without the fields in _CHANGING, and every other value as it is."""
+    return replace(value, bad_max=0.0) if isinstance(value, View) else value
 
 
 def sparse(value: Any) -> Any:
