@@ -102,6 +102,7 @@ def look_at_step(
     """
     job = _job_of(settings, options, transform)
     epoch = job.epoch if epoch is None else epoch
+    job = job.at(epoch)
     rows = step_rows(job, step, epoch, dp_rank, options["cursor"])
     view = _Look(job, rows, epoch, step, " ".join(options["target"]))
     if job.is_packed:

@@ -298,16 +298,21 @@ def test_an_epoch_of_what_is_unread_resumes_on_any_number_of_ranks(
 
 
 def check_traces(ledger: str, capsys: Any, *epochs: list[list[Any]]) -> None:
-    """`trace` names the rows of all steps of all stages."""
+    """`trace` and `look` name the rows of all steps of all stages."""
+
+    def shown(command: str, *step: str) -> Any:
+        capsys.readouterr()
+        assert run([command, ledger, *step, "--global-batch", str(BATCH), "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
 
     def traced(*step: str) -> list[Any]:
-        capsys.readouterr()
-        assert run(["trace", ledger, *step, "--global-batch", str(BATCH), "--json"]) == 0
-        rows = json.loads(capsys.readouterr().out)
+        rows = shown("trace", *step)
         return [int(row["shard"].split(".")[-2][-1]) * ROWS + row["row"] for row in rows]
 
     for epoch, batches in enumerate(epochs):
         assert traced("--epoch", str(epoch), "--step", "1") == batches[1]
+        samples = shown("look", "--epoch", str(epoch), "--step", "1")["samples"]
+        assert [row["id"] for row in samples] == batches[1]
     assert traced("--global-step", "0") == epochs[0][0]
     assert traced("--global-step", "2") == epochs[1][0]
     assert traced("--global-step", str(2 + len(epochs[1]))) == epochs[2][0]
