@@ -17,6 +17,7 @@ from dataplane.commands.options import Settings, interruptible
 from dataplane.commands.replay import may_map, step_rows, values_of
 from dataplane.commands.traced import COUNT, is_a_ledger, names_urls, traced, traced_options
 from dataplane.model.errors import ConfigError, ImageError
+from dataplane.model.redact import redacted
 
 if TYPE_CHECKING:
     import numpy as np
@@ -104,7 +105,7 @@ def look_at_step(
     epoch = job.epoch if epoch is None else epoch
     job = job.at(epoch)
     rows = step_rows(job, step, epoch, dp_rank, options["cursor"])
-    view = _Look(job, rows, epoch, step, " ".join(options["target"]))
+    view = _Look(job, rows, epoch, step, redacted(" ".join(options["target"])))
     if job.is_packed:
         view.read_packs()
     else:
@@ -461,6 +462,7 @@ def _facts_of(name: str, column: pa.ChunkedArray) -> dict[str, Any]:
     import pyarrow as pa
     import pyarrow.compute as pc
 
+    from dataplane.commands.datasets import shown
     from dataplane.model.records import Kind
     from dataplane.transforms.columns import plan_columns
 
@@ -484,9 +486,13 @@ def _facts_of(name: str, column: pa.ChunkedArray) -> dict[str, Any]:
     else:
         facts["of"] = "values"
     if pa.types.is_integer(values.type) or pa.types.is_floating(values.type):
-        facts |= pc.min_max(values).as_py()
-        mean = pc.mean(values).as_py()
-        facts["mean"] = mean
+        if pa.types.is_float16(values.type):  # Arrow has no figures of it
+            values = values.cast(pa.float32())
+        low, high = pc.min_max(values).values()
+        (facts["min"],), (facts["max"],), (facts["mean"],) = (
+            shown(pa.array([figure.as_py()], figure.type))
+            for figure in (low, high, pc.mean(values))
+        )
     return facts
 
 

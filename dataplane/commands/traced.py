@@ -29,6 +29,7 @@ from dataplane.commands.options import (
 from dataplane.model.errors import ConfigError, DatasetChangedError
 from dataplane.model.ledger import MARK, PLACE_MAX, Ledger, SourceUrls
 from dataplane.model.records import End, View
+from dataplane.model.redact import redacted
 from dataplane.store.urls import exists
 
 if TYPE_CHECKING:
@@ -169,10 +170,12 @@ class Traced:
         return starts_of([source.manifest.block_count for source in self.sources])
 
     def place_of(self, source: int, shard: int) -> dict[str, str]:
-        """Return the url of a shard, and the name of its source if the job mixes several."""
+        """Return the url of a shard, without its secrets, and the name of its source if the job
+        mixes several.
+        """
         of = self.sources[source]
         named = {"source": of.name} if of.name else {}
-        return {**named, "shard": of.manifest.shards.urls[shard]}
+        return {**named, "shard": redacted(of.manifest.shards.urls[shard])}
 
     def step_count(self, epoch: int) -> int:
         """Return how many steps an epoch has, including skipped steps."""

@@ -11,6 +11,7 @@ from dataplane.commands import output
 from dataplane.commands.options import Settings, interruptible
 from dataplane.commands.traced import split_row, traced, traced_options
 from dataplane.model.errors import ConfigError
+from dataplane.model.redact import redacted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -86,7 +87,7 @@ def where(
          f"{one['first_token']}+{one['tokens']}" if "tokens" in one else "")
         for one in found
     ]  # fmt: skip
-    title = f"row {row} of {source.manifest.shards.urls[shard]}"
+    title = f"row {row} of {redacted(source.manifest.shards.urls[shard])}"
     if not found:
         output.stdout().print(f"{title} is in no step of epochs {first} to {stop - 1}")
         return

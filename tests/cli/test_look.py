@@ -23,6 +23,7 @@ from dataplane_torch import (
 )
 from pictures import drawn, encoded
 from PIL import Image
+from signed_server import signed_server
 from small_nodes import alone_and_small
 
 from dataplane.cli import run
@@ -118,3 +119,36 @@ def test_what_cannot_be_shown_is_refused(capsys, arguments, words) -> None:
     pq.write_table(pa.table({"x": range(10)}), "x.parquet")
     assert words in refused(capsys, "x.parquet", *arguments)
     assert not Path("look.html").exists()
+
+
+def test_half_floats_and_infinite_values_have_figures(capsys) -> None:
+    halves = pa.array(np.array([0.5, -2, 4], np.float16))
+    table = pa.table({"half": halves, "wide": [1.0, float("nan"), float("inf")], "n": [1, 2, 3]})
+    pq.write_table(table, "x.parquet")
+    assert run(["look", "x.parquet", "--no-shuffle", "--json"]) == 0
+
+    def fail(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    facts = json.loads(capsys.readouterr().out, parse_constant=fail)
+    half, wide, n = facts["columns"]
+    assert (half["min"], half["max"]) == (-2, 4)
+    assert half["mean"] == pytest.approx(2.5 / 3)
+    assert (wide["min"], wide["max"], wide["mean"]) == (1, "Infinity", "NaN")
+    assert (n["min"], n["max"], n["mean"]) == (1, 3, 2)
+
+
+def test_no_secret_of_a_url_is_shown(tmp_path, capsys) -> None:
+    file = io.BytesIO()
+    pq.write_table(pa.table({"x": range(8)}), file)
+    query = "X-Amz-Signature=0123456789abcdefsigned"
+    with signed_server() as server:
+        url = server.add(f"/x.parquet?{query}", file.getvalue())
+        url = url.replace("http://", "http://user:hunter2secret@")
+        assert run(["look", url]) == 0
+        texts = [*capsys.readouterr(), Path("look.html").read_text()]
+        for command in (["look", "--json"], ["trace", "--step", "0", "--global-batch", "8"]):
+            assert run([*command, url]) == 0
+            texts += capsys.readouterr()
+    assert sum("/x.parquet?X-Amz-Signature=***" in text for text in texts) >= 3
+    assert not any(secret in text for text in texts for secret in ("hunter2secret", "abcdefsigned"))
