@@ -456,7 +456,6 @@ class Streams:
             self._engine.adopt_stream(stream, send)
         member.streams[stream.stream_id] = stream
         member.epoch, member.cursor = request.epoch, request.cursor
-        member.seen = (0.0, 0, 0)  # do not count the jump to this place as progress
         member.began = member.began or LedgerPosition(request.epoch, request.cursor)
         first_step = min(request.first_step, stream.walk.step_count)
         begin = stream.walk.steps.begin(first_step)

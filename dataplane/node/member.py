@@ -213,6 +213,9 @@ class ServedMember(Struct, eq=False):
     while the last slabs of this epoch are consumed. `following` handles changed weights of a
     mixture. `joined` is the coordinator's answer to the join, `opened_at` the time of the join, and
     `gathered` is set once all ranks have joined.
+
+    `handed` counts the samples that were handed over. `rate` is computed from them: `seen` is when
+    a beat last saw the count change, and the count; `gain` is how long that took, and the samples.
     """
 
     request: messages.OpenJob
@@ -232,7 +235,9 @@ class ServedMember(Struct, eq=False):
     stall_s: float = 0.0
     bound: str = ""
     rate: float = 0.0
-    seen: tuple[float, int, int] = (0.0, 0, 0)
+    handed: int = 0
+    seen: tuple[float, int] = (0.0, 0)
+    gain: tuple[float, int] = (0.0, 0)
     error: DataplaneError | None = None
     closed: bool = False
     released: bool = False
@@ -299,8 +304,9 @@ class ServedMember(Struct, eq=False):
 
     def count_slab(self, slab: messages.Slab) -> None:
         """Count a slab that is handed over."""
-        times = slab.times
-        self.meter.samples += sum(batch.valid for batch in slab.batches)
+        times, count = slab.times, sum(batch.valid for batch in slab.batches)
+        self.handed += count
+        self.meter.samples += count
         self.meter.job.slab(
             {
                 "fetch": times.fetch, "decode": times.decode, "room": times.room,
@@ -314,14 +320,30 @@ class ServedMember(Struct, eq=False):
             self.meter.waited(waited.waits_us, waited.first_batch_s)
 
 
+_RATE_S_MIN = 0.2
+"""Beats may follow each other at once; over less time than this, no rate is computed."""
+
+
+def rate_of(member: ServedMember) -> float:
+    """Return how many samples a second a member gets at present.
+
+    Slabs are larger than what a trainer reads between two beats. So the rate is that of the last
+    interval between two slabs, until the next slab takes longer than that.
+    """
+    now, count = time.monotonic(), member.handed
+    then, seen = member.seen
+    elapsed = now - then
+    if not seen:  # the wait for the first slab says nothing about the rate
+        member.seen = (now, count)
+    elif elapsed >= _RATE_S_MIN and count > seen:
+        member.seen, member.gain = (now, count), (elapsed, count - seen)
+    interval, gained = member.gain
+    return gained / max(interval, now - member.seen[0], _RATE_S_MIN)
+
+
 def progress_of(member: ServedMember) -> MemberProgress:
-    """Return the progress of a member, with its rate since the last call."""
-    now = time.monotonic()
-    then, epoch, cursor = member.seen
-    if then and epoch == member.epoch and now > then:
-        gained = max(member.cursor - cursor, 0) / member.request.topology.dp_size
-        member.rate = gained / (now - then)
-    member.seen = (now, member.epoch, member.cursor)
+    """Return the progress of a member, and set its rate."""
+    member.rate = rate_of(member)
     return MemberProgress(
         member.job_id,
         member.member_id,

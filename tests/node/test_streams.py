@@ -15,7 +15,7 @@ from dataplane.node.datasets import Orders
 from dataplane.node.delivery import ServedStream
 from dataplane.node.engine import Engine
 from dataplane.node.jobs import Streams
-from dataplane.node.member import ServedMember
+from dataplane.node.member import ServedMember, progress_of
 from dataplane.node.opener import Opened, OpenedJob
 from dataplane.plan.defaults import BlockSizes
 from dataplane.plan.views import identity_of
@@ -152,3 +152,24 @@ def test_the_scheduler_learns_the_next_order_once_the_first_batch_was_sent() -> 
         streams.close_all(member)
 
     play(scene)
+
+
+def test_the_rate_is_that_between_slabs_and_outlives_epochs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slab = messages.Slab(1, 1, Region(0, 64), (messages.Batch(0, 64, 60),), b"")
+    rates, slow = [], 60 / 10.01
+
+    async def scene(_: Engine, streams: Streams, member: ServedMember) -> None:
+        with monkeypatch.context() as patch:
+            for now, slabs in ((100, 0), (102, 1), (104, 0), (108, 1), (110, 0), (114, 0), (118, 0),
+                               (118.01, 1), (118.05, 1), (120, 0)):  # fmt: skip
+                patch.setattr("dataplane.node.member.time.monotonic", lambda now=now: now)
+                for _ in range(slabs):
+                    member.count_slab(slab)
+                rates.append(progress_of(member).samples_per_s)
+                if now == 110:
+                    await opened(streams, member, messages.OpenStream("j", 1, 0))
+
+    play(scene)
+    assert rates == pytest.approx([0, 0, 0, 10, 10, 10, 6, slow, slow, 60 / 1.99])
