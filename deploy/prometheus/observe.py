@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -55,7 +56,11 @@ class Prometheus:
                 ],
                 stdout=log, stderr=log,
             )  # fmt: skip
-        until(self._is_ready, "Prometheus is not ready", self._why)
+        try:
+            until(self._is_ready, "Prometheus is not ready", self._why)
+        except BaseException:
+            self.__exit__()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -132,6 +137,8 @@ _JOB_STARTS_S = 120.0
 
 def main() -> None:
     """Run a service, a trainer and Prometheus until Ctrl-C, and print where to look."""
+    for ending in (signal.SIGTERM, signal.SIGHUP):  # its processes would outlive it
+        signal.signal(ending, lambda *_: sys.exit(1))
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="observe-")))
         token, address, metrics = (
