@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import math
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -314,3 +315,31 @@ def test_no_line_has_what_a_terminal_acts_on(stderr: Stderr, form: str) -> None:
         assert text.splitlines()[0].endswith(
             'job="a\\u001b[2J\\nb\\u009b1m\\u202ec\\ud800\\u007f" plain="é\u3000"'
         )
+
+
+LAST_WORDS = """
+import math, os
+from dataplane.base.trace import Trace, configure, wrap_stray_lines
+configure("info", "json")
+wrap_stray_lines()
+Trace("node").noted("measured", rate=math.nan, most=-math.inf)
+os.write(2, b"last words")
+"""
+
+
+def test_a_process_that_wraps_its_stderr_has_last_words_in_json() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LAST_WORDS],
+        check=True,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+    )
+    lines = {
+        line["event"]: line
+        for line in (
+            json.loads(text, parse_constant=pytest.fail) for text in done.stderr.splitlines()
+        )
+    }
+    assert (lines["measured"]["rate"], lines["measured"]["most"]) == ("nan", "-inf")
+    assert lines["last words"]["room"] == "stderr"

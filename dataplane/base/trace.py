@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime as dt
+import faulthandler
 import json
 import logging
 import math
@@ -293,6 +294,7 @@ class _ToStderr(logging.Handler):
             return  # stderr is missing, or its reader is gone
 
 
+_LAST_WORDS_S = 1.0
 _wrapped: TextIO | None = None
 
 
@@ -307,7 +309,16 @@ def wrap_stray_lines() -> None:
     _wrapped = os.fdopen(os.dup(2), "w", encoding="utf-8", errors="replace")
     os.dup2(other, 2)
     os.close(other)
-    threading.Thread(target=_wrap, args=(own, _wrapped), name="stderr", daemon=True).start()
+    thread = threading.Thread(target=_wrap, args=(own, _wrapped), name="stderr", daemon=True)
+    thread.start()
+    faulthandler.enable(_wrapped)  # a process that crashes runs no thread
+    atexit.register(_unwrap, _wrapped, thread)
+
+
+def _unwrap(stderr: TextIO, thread: threading.Thread) -> None:
+    """Write what is left in the pipe; it ends here, unless a child process holds its other end."""
+    os.dup2(stderr.fileno(), 2)
+    thread.join(_LAST_WORDS_S)
 
 
 def _wrap(own: int, stderr: TextIO) -> None:
@@ -354,9 +365,11 @@ def _timestamp(record: logging.LogRecord) -> str:
 
 
 def _plain(value: object) -> object:
-    """Return the value if JSON can represent its type, otherwise its text."""
-    if value is None or isinstance(value, (bool, int, float)):
+    """Return the value if JSON can represent it, otherwise its text."""
+    if value is None or isinstance(value, (bool, int)):
         return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
     return _cut(redacted(str(value)))
 
 
