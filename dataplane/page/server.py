@@ -27,6 +27,8 @@ from dataplane.rpc.membership import StatusRequest, StatusResponse
 
 PERIOD_S = 1.0
 WATCHERS_MAX = 16
+STREAM_S = 600.0
+"""A stream ends after this time. The browser connects again, if its credentials are still valid."""
 _STATUS_S = 3.0
 _REFUSED_S = 60.0
 """How long to wait after a coordinator has refused to give its status."""
@@ -68,9 +70,9 @@ class Page:
     async def _stream(self) -> AsyncGenerator[bytes]:
         self._watchers += 1
         try:
-            number = self._number
+            number, until = self._number, time.monotonic() + STREAM_S
             yield b"retry: 1000\n\n"
-            while True:
+            while time.monotonic() < until:
                 async with self._making:
                     if number == self._number:
                         await asyncio.sleep(self._made_at + PERIOD_S - time.monotonic())

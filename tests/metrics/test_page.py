@@ -27,11 +27,17 @@ from dataplane.metrics.table import Reading
 from dataplane.model.config import JobSpec
 from dataplane.model.errors import AccessDenied, PeerLost
 from dataplane.model.records import Topology
+from dataplane.page import server
 from dataplane.page.figures import CELLS_MAX, NODES_MAX, fleet
 from dataplane.page.server import WATCHERS_MAX, Page
 from dataplane.rpc.membership import JobStatus, MemberStatus, NodeStatus, StatusResponse
 
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=alert(1)>'"
+WAITS_WHILE_SILENT = """
+[[0, 0, ""], [5, 5, ""], [10, 10, ""], [40, 10, "silent"], [45, 10, "silent"]].map(
+    ([time, waited_s, problem]) => waiting({job: "w"}, {name: "0", waited_s}, {time, problem})
+).slice(-2).join()
+"""
 DONE = "document.querySelector('#jobs dd')?.textContent"
 
 
@@ -76,6 +82,7 @@ def test_a_browser_shows_a_job_live_and_outlives_a_restart_of_the_service(
             assert status["job_id"] == HOSTILE
         assert browser.evaluate("document.title") == "Dataplane"
         assert browser.evaluate("document.querySelectorAll('script, img').length") == 1
+        assert browser.evaluate(WAITS_WHILE_SILENT) == "1,1"
         service.kill()
         browser.until("document.getElementById('live').textContent.startsWith('connection lost')")
         service.start()
@@ -213,3 +220,13 @@ def test_without_the_coordinator_the_node_is_shown_and_why() -> None:
         Reading("dataplane_loop_holds_total", 0),
         Reading("dataplane_processes", 3, ("worker",)),
     )
+
+
+def test_a_stream_ends_so_that_its_credentials_are_checked_again(monkeypatch) -> None:
+    monkeypatch.setattr(server, "STREAM_S", 0.2)
+
+    def check(address, _) -> None:
+        with opened(address, "/events", f"Bearer {TOKEN}") as stream:
+            assert 1 <= stream.read().count(b"data: ") <= 3  # and the end
+
+    shown(check)
