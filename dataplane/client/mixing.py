@@ -31,10 +31,11 @@ def sample_count(session: Session, epoch: int) -> int:
 
     Raises:  DataplaneError: the node's error.
     """
+    spec = session.job.spec
+    is_reduced = epoch == spec.first_epoch and any(stage.unread for stage in spec.stages[-1:])
+    if is_reduced:
+        session.change(spec.stages, epoch)  # it may be open for later epochs alone
     job, mix = session.job, session.mix
-    is_reduced = (
-        epoch == job.spec.first_epoch and any(job.spec.stages[-1:]) and (job.spec.stages[-1].unread)
-    )
     if not is_reduced and (mix is None or (mix == _own(session) and len(mix.changes) == 1)):
         return job.sample_count
     counts, at = session.epoch_samples, (epoch, mix)

@@ -296,7 +296,7 @@ class Session:
 
     def change(self, stages: tuple[Stage, ...], epoch: int = 0) -> None:
         """Change to the job of a run with these former stages, which continues in this epoch. Leave
-        a job that was opened before.
+        a job that was opened before, also if it only lacks what earlier stages left for the epoch.
         """
         request = self.request
         first = stages[-1].next_epoch if stages else 0
@@ -309,12 +309,19 @@ class Session:
                 request, spec=structs.replace(request.spec, stages=stages), epoch=epoch
             )
             self._member_id = _member_id(request)
-            self._mix = None
-        self._mix_entries.clear()
         self.epoch_samples.clear()
-        self.mixes_asked = ()
+        if request.spec.stages != stages:
+            self._mix, self.mixes_asked = None, ()
+            self._mix_entries.clear()
         if mount is not None:
             mount.retire()
+
+    def settle(self) -> None:
+        """Drop from the request a last stage that the node dropped, since nothing had changed."""
+        stages = self.job.spec.stages
+        self.request = structs.replace(
+            self.request, spec=structs.replace(self.request.spec, stages=stages)
+        )
 
     def lost(self, mount: Mount) -> None:
         """Retire this mount. `mount()` then makes another."""

@@ -42,7 +42,7 @@ from dataplane.plan.counting import by_temperature, of_tokens, quantised
 from dataplane.plan.defaults import BlockSizes, mixed_lanes, source_window
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import SampleOrder
-from dataplane.plan.orders import delivered_order, mixed_of, with_mix
+from dataplane.plan.orders import delivered_order, is_reduced, mixed_of, with_mix
 from dataplane.plan.views import joined_hash, samples_of
 from dataplane.rpc.bounds import URLS_MAX
 from dataplane.rpc.messages import MixtureAsked, OpenJob, SourceAsked
@@ -441,6 +441,24 @@ def _passes_max(source: SourceAsked, exhausted: Exhausted) -> int:
 _ORDERS_MAX = 8
 
 
+def lacks_left(request: OpenJob, spec: JobSpec) -> bool:
+    """Whether a job that was opened so has no part that earlier stages left for its first epoch."""
+    return request.epoch > spec.first_epoch and any(stage.unread for stage in spec.stages[-1:])
+
+
+def check_left(request: OpenJob, spec: JobSpec, epoch: int) -> None:
+    """Check that a job that was opened so can read this epoch.
+
+    Raises:  ConfigError: it was opened for later epochs, and this one has only what was unread.
+    """
+    if epoch == spec.first_epoch and lacks_left(request, spec):
+        raise ConfigError(
+            f"this loader continues in epoch {request.epoch}, and epoch {epoch} has only what was"
+            f" unread before: choose it with set_epoch({epoch}) after the state is loaded",
+            field="epoch",
+        )
+
+
 class Orders:
     """The orders that were used last."""
 
@@ -471,7 +489,7 @@ class Orders:
             column_options=ColumnOptions(),
             view=samples_of(spec.view, spec.seed)[0],
         )
-        key = (named, epoch, tuple(tombstones))
+        key = (named, epoch, tuple(tombstones), is_reduced(spec, manifests, epoch))
         future = self._orders.get(key)
         if future is None:
             loop = asyncio.get_running_loop()

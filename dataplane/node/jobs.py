@@ -26,7 +26,7 @@ from dataplane.model.errors import ClosedError, ConfigError, DataplaneError
 from dataplane.model.ledger import LedgerPosition
 from dataplane.model.records import MixHistory, Stream
 from dataplane.node.dataset import Dataset
-from dataplane.node.datasets import Orders, declared, shown
+from dataplane.node.datasets import Orders, check_left, declared, lacks_left, shown
 from dataplane.node.delivery import (
     DeliveryArena,
     Send,
@@ -309,7 +309,7 @@ class Jobs:
         spec, place, has_workers = opened.spec, request.topology, self._config.has_workers
         key = (
             request.job_id, request.incarnation, request.sharing, spec,
-            place.dp_rank, place.dp_size, request.entries,
+            place.dp_rank, place.dp_size, request.entries, lacks_left(request, spec),
         )  # fmt: skip
         delivery = self._deliveries.get(key)
         if delivery is None:
@@ -531,6 +531,7 @@ class Streams:
     async def _order(
         self, member: ServedMember, epoch: int, mix: MixHistory | None = None
     ) -> SampleOrder:
+        check_left(member.request, member.spec, epoch)
         gone = member.changes.tombstones
         return await self._orders.of(member.spec, member.opened.manifests, epoch, mix, gone)
 

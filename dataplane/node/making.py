@@ -45,7 +45,7 @@ from dataplane.node.asked_stream import (
     MakingPlaces,
 )
 from dataplane.node.dataset import Dataset
-from dataplane.node.datasets import requests_of, shown
+from dataplane.node.datasets import check_left, requests_of, shown
 from dataplane.node.engine import Engine
 from dataplane.node.member import mix_of
 from dataplane.node.neighbours import JobTables, KnownNeighbours, Lending
@@ -80,8 +80,11 @@ _trace = Trace("making")
 
 
 class _Opened(Struct, frozen=True):
-    """An open job, the software that makes its batches on this node, and its changes."""
+    """An open job, the request that opened it, the software that makes its batches on this node,
+    and its changes.
+    """
 
+    opening: OpenJob
     job: OpenedJob
     software: str
     changes: Changes
@@ -252,7 +255,7 @@ class Making:
                 check_blocks(dataset, self._config.block_arena_bytes)
             changes = changes_of(opening.entries)
             software = software_of(opened, await pixels_of(opened.spec))
-            return _Opened(opened, software, changes)
+            return _Opened(opening, opened, software, changes)
         finally:
             for dataset in opened.datasets:
                 self._opener.forget_unread(dataset)  # `_place` registers it again
@@ -345,6 +348,7 @@ class Making:
     ) -> None:
         try:
             gone, made = opened.changes.tombstones, opened.job
+            check_left(opened.opening, made.spec, at.epoch)
             order = await self._opener.orders.of(made.spec, made.manifests, at.epoch, at.mix, gone)
         except Exception as error:  # noqa: BLE001 - a bad request must not affect other nodes
             self._tell(job, _NOT_MADE, repr(error))

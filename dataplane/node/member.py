@@ -20,7 +20,7 @@ from dataplane.model.ledger import LedgerEntry, LedgerPosition
 from dataplane.model.records import MixHistory, ScheduledShares, ShareChange
 from dataplane.node.counts import stream_of
 from dataplane.node.dataset import Dataset
-from dataplane.node.datasets import shares_of
+from dataplane.node.datasets import check_left, shares_of
 from dataplane.node.delivery import DeliveryArena, Send, ServedStream
 from dataplane.node.opener import OpenedJob
 from dataplane.node.own_reads import Categories
@@ -387,6 +387,7 @@ def epoch_described(member: ServedMember, question: DescribeEpoch) -> EpochDescr
 
     Raises:  ConfigError: these are not weights of this mixture, or the epoch cannot be planned.
     """
+    check_left(member.request, member.spec, question.epoch)
     spec = with_mix(member.spec, mix_of(member.spec, question.mix))
     return EpochDescribed(sample_count_of(spec, member.opened.manifests, question.epoch))
 

@@ -29,7 +29,7 @@ from dataplane.transforms.mixture_options import Mixture, Urls
 from dataplane_torch.arguments import Before, before_of, job_of
 from dataplane_torch.epoch_reader import EpochReader
 from dataplane_torch.options import DEFAULTS, Arguments, UrlOptions, epoch_of, url_options
-from dataplane_torch.resume import resumed
+from dataplane_torch.resume import chosen, resumed
 from dataplane_torch.schema import Schema, schema_of
 from dataplane_torch.tensors import Batch, Decoder
 from dataplane_torch.torch_private import workers
@@ -127,7 +127,13 @@ class ShardedIterableDataset(IterableDataset[Batch]):
         kept. Call this in the main process; workers, even persistent ones, see it when the next
         pass begins.
         """
-        self._passes.choose(epoch_of(epoch))
+        epoch = epoch_of(epoch)
+        cursor = None
+        if self._job.request.spec.stages and epoch != self._passes.present()[0]:
+            session = self._session_of_process()
+            cursor = chosen(session, epoch)
+            self._job = replace(self._job, request=session.request)
+        self._passes.choose(epoch, cursor)
         self._reader = None
 
     def state_dict(self, batches: int | None = None) -> dict[str, Any]:

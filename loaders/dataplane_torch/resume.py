@@ -6,9 +6,9 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from dataplane.client.mixing import changed, state_at
+from dataplane.client.mixing import changed, sample_count, state_at
 from dataplane.client.session import Session
-from dataplane.client.stages import Named, follows, stages_with
+from dataplane.client.stages import Named, check_epoch, follows, stages_with
 from dataplane.client.state import RunState
 from dataplane.model.errors import ConfigError
 
@@ -57,6 +57,7 @@ def resumed(
     if session.job.spec.stages != state.stages:
         session.mix = None
         return follows(state, session.job)
+    session.settle()
     was_moved = state.check(session.job, dataset_moved=dataset_moved)
     if session.request.topology.rank == 0:
         _warn(state, session, was_moved=was_moved)
@@ -65,6 +66,27 @@ def resumed(
     if state.mix is not None and state.asked_weights != session.job.spec.asked_weights:
         session.mix = changed(session, state.epoch, state.cursor, ()).mix
     return state, ""
+
+
+def chosen(session: Session, epoch: int) -> int:
+    """Return the cursor at which a pass of an epoch begins that the user chose: its end if the
+    recipe was changed within it or directly after it, since a script that resumes there then goes
+    on with the next epoch.
+
+    Raises:  ConfigError: it is an epoch of a former stage of the run.
+    """
+    if not session.request.spec.stages:
+        return 0
+    spec = session.job.spec
+    if not spec.stages or epoch > spec.first_epoch:
+        return 0
+    session.change(spec.stages, spec.first_epoch)  # the next pass reads that epoch, if not this one
+    if epoch == spec.first_epoch:
+        return 0
+    ended = spec.stages[-1]
+    if ended.cursor or epoch != ended.epoch - 1:
+        check_epoch(epoch, ended)
+    return sample_count(session, epoch)
 
 
 def _warn(state: RunState, session: Session, *, was_moved: bool) -> None:

@@ -25,7 +25,6 @@ from dataplane.client.mixing import (
 )
 from dataplane.client.mount import Pinning
 from dataplane.client.session import Session
-from dataplane.client.stages import check_epoch
 from dataplane.client.state import RowsDigest
 from dataplane.client.statistics import Statistics
 from dataplane.model.errors import ClosedError, ConfigError
@@ -34,7 +33,7 @@ from dataplane_torch.arguments import Before, JobToOpen, before_of
 from dataplane_torch.device import Target
 from dataplane_torch.epoch_reader import EpochReader, check_process
 from dataplane_torch.options import brief
-from dataplane_torch.resume import REPLAY, resumed
+from dataplane_torch.resume import REPLAY, chosen, resumed
 from dataplane_torch.schema import Schema, schema_of
 from dataplane_torch.sending import CopyStream
 from dataplane_torch.tensors import Batch, Decoder
@@ -197,13 +196,7 @@ class UrlJob:
         Raises:  ConfigError: `epoch` belongs to a former stage of the run.
         """
         if epoch != self._epoch:
-            self._cursor = 0
-            spec = self._session.request.spec
-            if epoch < spec.first_epoch:
-                check_epoch(epoch, spec.stages[-1])
-                self._cursor = sample_count(self._session, epoch)
-            elif epoch == spec.first_epoch:
-                self._session.change(spec.stages, epoch)
+            self._cursor = chosen(self._session, epoch)
         self._epoch, self._reader = epoch, None
 
     def set_weights(self, weights: Mapping[str, float]) -> MixStep:

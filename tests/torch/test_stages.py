@@ -10,6 +10,7 @@ import os
 import sys
 import uuid
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from dataplane_torch.arguments import before_of
 from warm import WarmPython
 
 from dataplane.cli import run
+from dataplane.client.describe import answer_of
+from dataplane.client.mixing import _sample_count
 from dataplane.model.errors import ConfigError, SpecMismatch
 from dataplane.model.records import Topology
 
@@ -390,3 +393,49 @@ def test_steps_are_skipped_without_a_service(folder: Path) -> None:
         assert states[0]["digest"]["value"] == before["digest"]["value"]
     with ranks(some(folder, 0)) as (loader,), pytest.raises(ConfigError, match=r"skip\(-1\)"):
         loader.skip(-1)
+
+
+def test_a_run_returns_to_its_epoch_of_what_was_unread(folder: Path) -> None:
+    shards, options = some(folder, 0, 1), {**OPTIONS, "name": "stages", "seed": 4}
+    state = state_after(shards, 2)
+    with ranks(shards, 1, state, "unread", seed=4) as loaders:
+        expected, following = read(loaders), read(loaders, 1)
+        late = json.loads(json.dumps(loaders[0].state_dict()))
+    assert (sum(map(len, expected)), late["epoch"]) == (72, 2)
+    for change, begin in itertools.product((None, "restart"), (0, 1)):
+        with ranks(shards, 1, late, change, seed=4) as loaders:
+            session = loaders[0]._shards._session
+            with pytest.raises(ConfigError, match="has only what was unread before"):
+                answer_of(session, partial(_sample_count, 1, None))
+            loaders[0].set_epoch(begin)  # 0 is over: the next pass is epoch 1
+            assert ([] if begin else read(loaders)) == []
+            assert read(loaders) == expected
+            assert read(loaders, 1) == following
+    for saved, change, begin in [(late, None, 1), (late, None, 0), (state, "unread", 0)]:
+        dataset = ShardedIterableDataset(shards, BATCH, **options)
+        with contextlib.closing(dataset):
+            dataset.load_state_dict(saved, change=change)
+            dataset.set_epoch(begin)
+            assert ([] if begin else list(dataset)) == []
+            assert [ids_of(batch) for batch in dataset] == expected
+            assert ids_of(next(iter(dataset))) == following[0]
+
+
+def test_an_epoch_that_a_change_follows_is_over(folder: Path) -> None:
+    with ranks(some(folder, 0)) as loaders:
+        loaders[0].set_epoch(1)
+        passed = iter(loaders[0])
+        assert [len(ids_of(next(passed))) for _ in range(3)] == [24, 24, 12]
+        state = loaders[0].state_dict()
+    assert state["in_last_step"]
+    dataset = ShardedIterableDataset(
+        some(folder, 0), BATCH, **{**OPTIONS, "seed": 4, "name": "stages"}
+    )
+    with ranks(some(folder, 0), seed=4) as (loader,), contextlib.closing(dataset):
+        for reader in (loader, dataset):
+            reader.load_state_dict(state, change="restart")
+            reader.set_epoch(1)  # as a script does that resumes there
+            assert list(reader) == []
+            assert sum(len(ids_of(batch)) for batch in reader) == ROWS
+            with pytest.raises(ConfigError, match="epoch 0 belongs to a former stage"):
+                reader.set_epoch(0)
