@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -147,6 +147,8 @@ def _mix_number(given: object) -> int:
 
 
 STATE_VERSION = 2
+STAGES_MAX = 1000
+"""The most former stages that a state may have."""
 _FROM_THE_DATASET = frozenset({"lanes", "window", "ramp"})
 _SHARES = frozenset({"sample", "split_from", "split_to"})
 _ROWS = _SHARES | {"where", "limit", "pack"}
@@ -290,7 +292,7 @@ class RunState(Struct, frozen=True):
         return cls(
             digest, epoch, cursor, count, _options(saved), _dataset(saved), pixels, in_last_step,
             None if rows is None else RowsDigest.from_dict(rows, epoch, cursor), mix, asked,
-            _mark(saved), _values(saved), _stages(saved),
+            _mark(saved), _values(saved), _stages(saved, epoch),
         )  # fmt: skip
 
     def check(self, job: JobOpened, *, dataset_moved: bool = False) -> bool:
@@ -502,15 +504,44 @@ def _mark(saved: Mapping[object, object]) -> LedgerMark | None:
     raise ConfigError(f"this state is damaged: its ledger is {stored!r:.80}", key="ledger")
 
 
-def _stages(saved: Mapping[object, object]) -> tuple[Stage, ...]:
+def _stages(saved: Mapping[object, object], epoch: int) -> tuple[Stage, ...]:
+    stored = saved.get("stages", [])
     try:
-        stages = msgspec.convert(saved.get("stages", []), complete(tuple[Stage, ...]))
+        if isinstance(stored, Sequence) and len(stored) > STAGES_MAX:
+            raise ValueError(f"{len(stored)} stages are more than {STAGES_MAX}")
+        stages = msgspec.convert(_plain(stored), complete(tuple[Stage, ...]))
         places = [(stage.epoch, stage.cursor) for stage in stages]
-        if places == sorted(places):
-            return stages
-        raise ValueError("they are not in order")
-    except ValueError as error:
+        if places != sorted(places):
+            raise ValueError("they are not in order")
+        for stage in stages:
+            _check_stage(stage)
+        if stages and epoch < stages[-1].next_epoch:
+            raise ValueError(f"epoch {epoch} lies before the end of the last one")
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"this state is damaged: its stages: {error}", key="stages") from error
+    return stages
+
+
+def _check_stage(stage: Stage) -> None:
+    if not stage.cursor <= stage.sample_count < PLACE_MAX or stage.epoch >= PLACE_MAX:
+        raise ValueError(
+            f"one ended at cursor {stage.cursor} of {stage.sample_count} samples of epoch"
+            f" {stage.epoch}"
+        )
+    if stage.spec is not None and stage.spec.stages:
+        raise ValueError("the spec of one has stages of its own")
+
+
+def _plain(value: Any) -> Any:
+    """Return nested values with plain whole numbers instead of numpy's or torch's."""
+    if isinstance(value, Mapping):
+        return {name: _plain(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    if isinstance(value, (str, float)):
+        return value
+    number = whole(value)
+    return value if number is None else number
 
 
 def _number(saved: Mapping[object, object], key: str) -> int:
