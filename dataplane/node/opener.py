@@ -307,6 +307,14 @@ class DatasetOpener:
         stages = spec.stages
         if request.epoch > spec.first_epoch or not any(stage.unread for stage in stages[-1:]):
             return opened, ()
+        if stages[-1].cursor and stages[-1].spec is None:
+            raise ConfigError(
+                "the state does not have all options of its run: of a text above 2,000 characters "
+                "(such as a long where=) it keeps the beginning, and a later version may have "
+                "options of its own. So what the run delivered cannot be computed: pass "
+                'change="restart"',
+                field="change",
+            )
         loop, source = asyncio.get_running_loop(), request.source
 
         async def packed(rows: Manifest, view: View, seed: int) -> Manifest:
