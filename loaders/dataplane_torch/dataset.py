@@ -177,6 +177,12 @@ class ShardedIterableDataset(IterableDataset[Batch]):
             change=change,
             before=before_of(before),
         )
+        if sentence and "step" in state_dict:
+            raise ConfigError(
+                "this is the state of one DataLoader worker, and the recipe changes at one place of"
+                " the whole run: with change=, load a state of the main process's dataset",
+                field="change",
+            )
         # Keep the changed request, so that DataLoader workers, which start later, open the same
         # stage.
         self._job = replace(self._job, request=session.request)
