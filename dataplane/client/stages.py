@@ -63,7 +63,9 @@ def follows(state: RunState, job: JobOpened) -> tuple[RunState, str]:
     digest = None if state.digest is None else RowsDigest(epoch=epoch, base=state.digest.value)
     begin = structs.replace(RunState.of(job, epoch, 0), digest=digest)
     what = "; ".join(problem.sentence for problem in state.problems(job, dataset_moved=False))
-    ended = f"all {stage.epoch} epochs before it are complete"
+    ended = (
+        f"all {stage.epoch} epochs before it are complete, and epoch {epoch} has all of the data"
+    )
     if stage.cursor:
         first = "all of the data"
         if stage.unread:

@@ -26,6 +26,7 @@ from warm import WarmPython
 from dataplane.cli import run
 from dataplane.client.describe import answer_of
 from dataplane.client.mixing import _sample_count
+from dataplane.client.state import RunState
 from dataplane.model.errors import ConfigError, SpecMismatch
 from dataplane.model.records import Topology
 
@@ -159,7 +160,11 @@ def test_a_sentence_says_what_has_changed_and_nothing_if_nothing_has(folder: Pat
 
 def test_an_epoch_that_has_ended_is_followed_by_the_next_stage(folder: Path) -> None:
     state = state_after(some(folder, 0), 3)
-    with ranks(some(folder, 0), state=state, change="restart", seed=4) as (loader,):
+    with ranks(some(folder, 0), seed=4) as (loader,):
+        sentence = loader.load_state_dict(state, change="unread")
+        assert sentence.endswith(
+            "All 1 epochs before it are complete, and epoch 1 has all of the data"
+        )
         assert loader.epoch == 1
         assert loader.state_dict()["stages"][0]["cursor"] == 0
 
@@ -439,3 +444,44 @@ def test_an_epoch_that_a_change_follows_is_over(folder: Path) -> None:
             assert sum(len(ids_of(batch)) for batch in reader) == ROWS
             with pytest.raises(ConfigError, match="epoch 0 belongs to a former stage"):
                 reader.set_epoch(0)
+
+
+def test_a_damaged_list_of_stages_is_refused(folder: Path) -> None:
+    state = state_after(some(folder, 0), 1)
+    with ranks(some(folder, 0), 1, state, "restart", seed=4) as loaders:
+        state = json.loads(json.dumps(loaders[0].state_dict()))
+    (stage,) = state["stages"]
+    nested = stage
+    for _ in range(3000):
+        nested = {**stage, "spec": {**stage["spec"], "stages": [nested]}}
+    once = {**stage, "spec": {**stage["spec"], "stages": [stage]}}
+    for stages, epoch, match in [
+        ([nested], 1, "its stages"),
+        ([once], 1, "stages of its own"),
+        ([stage] * 1001, 1, "1001 stages are more than 1000"),
+        ([{**stage, "cursor": 10**30}], 1, "its stages"),
+        ([{**stage, "cursor": ROWS + 1}], 1, "cursor 61 of 60"),
+        ([{**stage, "sample_count": 2**63}], 1, "its stages"),
+        ([{**stage, "epoch": 2**70}], 1, "its stages"),
+        ([{**stage, "epoch": 2**63}], 1, "its stages"),
+        ([stage], 0, "epoch 0 lies before the end"),
+    ]:
+        with pytest.raises(ConfigError, match=match):
+            RunState.from_dict({**state, "stages": stages, "epoch": epoch})
+    numbers = {name: np.int64(stage[name]) for name in ("epoch", "cursor", "sample_count")}
+    saved = RunState.from_dict({**state, "stages": [{**stage, **numbers}]})
+    assert saved.to_dict() == state
+
+
+def test_a_change_is_refused_if_the_state_does_not_say_enough(folder: Path) -> None:
+    long = " or ".join(f"id == {number}" for number in range(300))
+    cut = state_after(some(folder, 0), 1, where=long)
+    with ranks(some(folder, 0), where=long, seed=4) as (loader,):
+        with pytest.raises(ConfigError, match="a text above 2,000 characters"):
+            loader.load_state_dict(cut, change="unread")
+        assert loader.load_state_dict(cut, change="restart").startswith("stage 2")
+    worker = {**state_after(some(folder, 0), 1), "step": 1, "step_stride": 1}
+    options = {**OPTIONS, "name": "stages", "seed": 4}
+    dataset = ShardedIterableDataset(some(folder, 0), BATCH, **options)
+    with contextlib.closing(dataset), pytest.raises(ConfigError, match="one DataLoader worker"):
+        dataset.load_state_dict(worker, change="restart")
