@@ -129,7 +129,7 @@ class ShardedIterableDataset(IterableDataset[Batch]):
         """
         epoch = epoch_of(epoch)
         cursor = None
-        if self._job.request.spec.stages and epoch != self._passes.present()[0]:
+        if self._job.request.spec.stages and epoch != self._passes.next_epoch:
             session = self._session_of_process()
             cursor = chosen(session, epoch)
             self._job = replace(self._job, request=session.request)
@@ -270,6 +270,11 @@ class _Passes:
         # `_begun` counts the passes that this process has begun; `_chosen` is the `_count` at this
         # process's last choice of an epoch.
         self._begun = self._chosen = 0
+
+    @property
+    def next_epoch(self) -> int:
+        """The epoch of the next pass."""
+        return int(self._next[0])
 
     def choose(self, epoch: int, cursor: int | None = None) -> None:
         """Make the next pass read this epoch from this cursor on. Without a cursor, keep the cursor

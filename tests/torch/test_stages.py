@@ -421,7 +421,10 @@ def test_a_run_returns_to_its_epoch_of_what_was_unread(folder: Path) -> None:
         with contextlib.closing(dataset):
             dataset.load_state_dict(saved, change=change)
             dataset.set_epoch(begin)
-            assert ([] if begin else list(dataset)) == []
+            if not begin:
+                assert list(dataset) == []
+                dataset.set_epoch(begin)
+                assert list(dataset) == []
             assert [ids_of(batch) for batch in dataset] == expected
             assert ids_of(next(iter(dataset))) == following[0]
 
