@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 from making_node import REFUSED, UNKNOWN, MakerNode, play
 from msgspec.structs import replace
 
+from dataplane.index.indexing import index_dataset
 from dataplane.model.config import Stage
 from dataplane.model.records import DatasetIdentity
 from dataplane.node.making import TRY_AGAIN_S
+from dataplane.node.opener import OpenedJob
+from dataplane.rpc.messages import OpenJob
 
 
 @pytest.mark.timeout(100)
@@ -46,5 +50,29 @@ def test_slabs_are_made_only_of_what_the_askers_key_is_for(
         assert len(node.opened) == count, "former datasets are not opened either"
         inside = await node.slab(wanted, only_under=(f"{folder}/",))
         assert inside.content == whole.content
+
+    play(scene, parquet, tmp_path)
+
+
+@pytest.mark.timeout(60)
+def test_former_shards_that_a_list_names_are_checked_too(
+    parquet: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A manifest that lies inside may name shards elsewhere."""
+    elsewhere = shutil.copytree(Path(parquet).parent, f"{tmp_path}-elsewhere")
+    former = index_dataset(f"{elsewhere}/*.parquet").shards
+
+    async def scene(node: MakerNode) -> None:
+        opened = node.opener.job
+
+        async def job(request: OpenJob, digest: str = "") -> OpenedJob:
+            return replace(await opened(request, digest), before=(former,))
+
+        node.opener.job = job  # type: ignore[method-assign]
+        opening = replace(node.wanted(0), opening=node.request)
+        limits = {"only_under": (f"{Path(parquet).parent.as_uri()}/",)}
+        assert await node.answer(node.ask(opening, **limits)) == REFUSED
+        await node.until(lambda: "not made" in caplog.text or "no slabs of this" in caplog.text)
+        assert f"{former.urls[0]} lies outside of" in caplog.text
 
     play(scene, parquet, tmp_path)
