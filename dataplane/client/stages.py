@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct, structs
 
 from dataplane.client.state import RowsDigest, RunState
-from dataplane.model.config import Fact, JobSpec, MixtureSpec, SourceSpec, Stage
+from dataplane.model.config import Fact, JobSpec, MixtureSpec, SourceSpec, Stage, first_counted
 from dataplane.model.errors import ConfigError
 from dataplane.model.records import ColumnOptions, MixHistory, View
 from dataplane.model.typed import complete
@@ -23,6 +23,8 @@ _Struct = TypeVar("_Struct", bound=Struct)
 RESTART, UNREAD = "restart", "unread"
 """The values of `change`: the first epoch of the new stage has all data, or only unread data."""
 CHANGES = (RESTART, UNREAD)
+STAGES_MAX = 500
+"""The most former stages of a run: its states name each."""
 Named = tuple[tuple[str, tuple[str, ...]], ...]
 """Urls of datasets, by the names of sources; the name is "" without a mixture."""
 
@@ -31,13 +33,19 @@ def stages_with(state: RunState, change: str, before: Named = ()) -> tuple[Stage
     """Return the stages of a run that continues from this state with another recipe. The datasets
     of the state were at the urls `before`.
 
-    Raises:  ConfigError: there is no such change.
+    Raises:  ConfigError: there is no such change, or the run has too many stages.
     """
     if change not in CHANGES:
         raise ConfigError(
             f'change={change!r:.80}: pass "restart" (the new recipe begins an epoch with all of '
             'its data) or "unread" (one with what the interrupted epoch had not delivered, and all '
             "that is new)",
+            field="change",
+        )
+    if len(state.stages) >= STAGES_MAX:
+        raise ConfigError(
+            f"this run already has {STAGES_MAX} former stages, the most: go on with the recipe of "
+            "its state, or start a new run (load no state)",
             field="change",
         )
     ended = Stage(
@@ -66,7 +74,12 @@ def follows(state: RunState, job: JobOpened) -> tuple[RunState, str]:
     ended = (
         f"all {stage.epoch} epochs before it are complete, and epoch {epoch} has all of the data"
     )
-    if stage.cursor:
+    if not stage.cursor and any(earlier.cursor for earlier in job.spec.stages):
+        has = "has all of the data"
+        if first_counted(job.spec.stages) < len(job.spec.stages):
+            has = "still has only what was not delivered before, and what is new"
+        ended = f"epoch {epoch} had not begun, and {has}"
+    elif stage.cursor:
         first = "all of the data"
         if stage.unread:
             first = f"what epoch {stage.epoch} had not delivered, and what is new"

@@ -19,7 +19,7 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from dataplane.model.config import JobSpec, SourceSpec, Stage
+from dataplane.model.config import JobSpec, SourceSpec, Stage, first_counted
 from dataplane.model.errors import ConfigError
 from dataplane.model.records import View
 from dataplane.model.redact import unsigned
@@ -71,14 +71,29 @@ def with_left(
 
     Raises:  ConfigError: the samples that the former stage has delivered cannot be computed.
     """
-    stage = spec.stages[-1] if spec.stages else None
-    if stage is None or not stage.unread or not stage.cursor:
-        return list(manifests)
-    sources = sources_of(spec, manifests)
-    former_spec, former = former_job(spec.stages, [*before, *sources], viewed)
-    order = job_order(former_spec, former, stage.epoch)
-    delivered = _delivered_before(order, former, stage.cursor)
-    return _left(sources, sources_of(former_spec, former), delivered)
+    sources = [*before, *sources_of(spec, manifests)]
+    begin = first_counted(spec.stages)
+    part = list(manifests)
+    former: tuple[JobSpec, list[Manifest]] | None = None
+    for count in range(begin + 1, len(spec.stages) + 1):
+        reader, whole = former_job(spec.stages[:count], sources, viewed)
+        if former is not None:
+            whole = _after(spec.stages[count - 2], *former, sources_of(reader, whole))
+        former = reader, whole
+    if former is not None:
+        part = _after(spec.stages[-1], *former, sources_of(spec, manifests))
+    return part
+
+
+def _after(
+    stage: Stage, spec: JobSpec, manifests: Sequence[Manifest], sources: Sequence[SourceRead]
+) -> list[Manifest]:
+    """Return the manifests of these sources, each with the part that is left of it after a stage
+    with this spec, which read the manifests.
+    """
+    order = job_order(spec, manifests, stage.epoch)
+    delivered = _delivered_before(order, manifests, stage.cursor)
+    return _left(sources, sources_of(spec, manifests), delivered)
 
 
 # -- delivered ---------------------------------------------------------------------------------
@@ -303,9 +318,9 @@ def _numbers_of(manifest: Manifest) -> Int64:
 def former_job(
     stages: Sequence[Stage], sources: Sequence[SourceRead], viewed: Viewed
 ) -> tuple[JobSpec, list[Manifest]]:
-    """Return the spec of the last of these stages, and the manifests that the stage read, each with
-    the part that was left for its first epoch. The manifests are searched for among `sources`, the
-    datasets of a later stage, and among the first shards of these, since shards may be added.
+    """Return the spec of the last of these stages, and the manifests that the stage read. They are
+    searched for among `sources`, the datasets of a later stage, and among the first shards of
+    these, since shards may be added.
 
     Raises:  ConfigError: the manifests are not among them.
     """
@@ -315,7 +330,7 @@ def former_job(
         for manifests in _candidates(stage, spec, sources, viewed):
             filled = _filled(spec, manifests, stage.digest)
             if filled is not None:
-                return filled, with_left(filled, manifests, viewed, sources)
+                return filled, manifests
     raise ConfigError(
         f"the shards that this run read until epoch {stage.epoch} are not all in this dataset, or "
         "not at its beginning, so what it delivered cannot be computed: name them with before= "

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import bisect
 import functools
+import inspect
 import itertools
 import json
 import math
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +17,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from dataplane.client.stages import stages_with
+from dataplane.client.stages import STAGES_MAX, follows, stages_with
 from dataplane.client.state import RunState
 from dataplane.model.config import JobSpec, MixtureSpec, SourceSpec
 from dataplane.model.errors import ConfigError
@@ -265,6 +267,43 @@ def test_2_changes_within_one_epoch_add_up() -> None:
     assert [stage.epoch for stage in stages] == [0, 1, 2, 3]
     seen += samples(spec, manifests, epoch)
     assert len(seen) == len(set(seen)) == total
+
+
+def test_2_a_change_before_the_first_step_of_a_stage_brings_nothing_back() -> None:
+    """A stage that ended at position 0 of its first epoch hands on what was left for it."""
+    spec, whole = job("abcd")
+    seen, at, manifests = samples(spec, whole, 0, 0, 50), (0, 50), whole
+    for seed in (4, 5, 6):
+        stages = stages_with(state_of(spec, manifests, *at), "unread")
+        spec = replace(job("abcd", seed=seed)[0], stages=stages)
+        manifests, at = with_left(spec, whole, viewed), (1, 0)
+    seen += samples(spec, manifests, spec.first_epoch)
+    assert len(seen) == len(set(seen)) == sample_count_of(*job("abcd"), 0)
+    opened = JobOpened(spec, spec.digest(), DatasetIdentity("c", "l"), 1, (), 0, 0, 1, 60.0)
+    sentence = follows(state_of(spec, manifests, 1, 0), opened)[1]
+    assert "Epoch 1 had not begun, and still has only what was not delivered" in sentence
+    first = replace(
+        job("abcd", seed=4)[0], stages=stages_with(state_of(spec, whole, 1, 0), "unread")
+    )
+    assert with_left(replace(first, stages=first.stages[-1:]), whole, viewed)[0].left is None
+
+
+def test_2_many_changes_within_one_epoch_take_no_recursion() -> None:
+    spec, whole = job("a")
+    total, stages, count = sample_count_of(spec, whole, 0), (), 20
+    for number in range(count):
+        state = state_of(replace(spec, stages=stages), whole, number, 1)
+        stages = stages_with(replace(state, sample_count=total - number), "unread")
+    last, limit = replace(spec, seed=9, stages=stages), sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack(0)) + 2 * count)
+    try:
+        left = with_left(last, whole, viewed)
+    finally:
+        sys.setrecursionlimit(limit)
+    assert sample_count_of(last, left, count) == total - count
+    many = replace(state, stages=(stages[0],) * STAGES_MAX)
+    with pytest.raises(ConfigError, match="stages, the most"):
+        stages_with(many, "unread")
 
 
 def test_3_shards_that_were_added_are_found_without_the_former_list() -> None:
