@@ -27,9 +27,10 @@ from dataplane.plan.defaults import BlockSizes, Shuffle, shuffle_of, source_wind
 from dataplane.plan.manifest import Left, Manifest
 from dataplane.plan.order import PassRead, TracedOrder
 from dataplane.plan.orders import ReducedOrder, job_order
+from dataplane.plan.permute import Words
 from dataplane.plan.shards import starts_of
 from dataplane.plan.texts import Bools, Int64
-from dataplane.plan.views import joined_hash
+from dataplane.plan.views import has_shares, joined_hash, shard_words
 
 Viewed = Callable[[Manifest, View, int], Manifest]
 """Opens a view of a whole dataset for a job with this seed: its samples, which may be packs."""
@@ -182,6 +183,10 @@ def _with_others(read: _Delivered, counts: Int64, left: Left) -> _Delivered:
 
 _Shard = tuple[str, str, int]
 _Rows = tuple[str, int, int, int]
+_Places = dict[_Shard, dict[_Rows, dict[int, int]]]
+"""The number of each shard in each source that has it, by the shard and by the rows that the
+source's view reads of it.
+"""
 
 
 def _left(
@@ -193,8 +198,8 @@ def _left(
     Raises:  ConfigError: no shard is in both stages, or the stages read other rows of a shard.
     """
     places = _places(sources)
-    counts = [source.manifest.block_rows.copy() for source in sources]
-    samples = [dict[int, Bools]() for _ in sources]
+    gone = [np.zeros(source.manifest.block_count, np.bool_) for source in sources]
+    some = [dict[int, Bools]() for _ in sources]
     is_known = False
     for old, part in zip(former, delivered, strict=True):
         for at, blocks, own in _matched(old, places, sources):
@@ -203,31 +208,40 @@ def _left(
             is_packed = old.manifest.documents is not None or new.documents is not None
             is_longer = new.block_rows[blocks] > old.manifest.block_rows[own]
             is_whole = part.whole[own] & (is_longer <= is_packed)
-            counts[at][blocks[is_whole]] = 0
+            gone[at][blocks[is_whole]] = True
             partial = ~is_whole & (part.whole[own] | _among(own, part.samples))
             for block, number in zip(blocks[partial].tolist(), own[partial].tolist(), strict=True):
                 if is_packed:
                     break
-                is_read = np.zeros(int(new.block_rows[block]), np.bool_)
+                count = int(new.block_rows[block])
+                is_read = some[at].setdefault(block, np.zeros(count, np.bool_))
                 given = part.samples.get(number, np.ones(old.manifest.block_rows[number], np.bool_))
-                is_read[: len(given)] = given[: len(is_read)]
-                samples[at][block] = ~is_read
-                counts[at][block] = np.count_nonzero(~is_read)
+                is_read[: len(given)] |= given[:count]
     if not is_known:
         raise ConfigError(
             "no shard of the state's run is in this dataset (by url, size and ETag), so "
             'change="unread" cannot say what is unread: pass change="restart"',
             field="change",
         )
+    counts = [
+        np.where(blocks, 0, source.manifest.block_rows)
+        for source, blocks in zip(sources, gone, strict=True)
+    ]
+    for count, parts in zip(counts, some, strict=True):
+        for block, is_read in parts.items():
+            count[block] = min(count[block], np.count_nonzero(~is_read))
     if not any(count.any() for count in counts):
         return [source.manifest for source in sources]
     return [
-        _reduced(source.manifest, count, some)
-        for source, count, some in zip(sources, counts, samples, strict=True)
+        _reduced(source.manifest, count, parts)
+        for source, count, parts in zip(sources, counts, some, strict=True)
     ]
 
 
-def _reduced(manifest: Manifest, counts: Int64, samples: dict[int, Bools]) -> Manifest:
+def _reduced(manifest: Manifest, counts: Int64, read: dict[int, Bools]) -> Manifest:
+    """Return a manifest with the part that is left of it: so many samples of each block, which are
+    those that were not `read`.
+    """
     if np.array_equal(counts, manifest.block_rows):
         return manifest
     numbers = [np.empty(0, np.int32)]
@@ -237,8 +251,8 @@ def _reduced(manifest: Manifest, counts: Int64, samples: dict[int, Bools]) -> Ma
     part = manifest.viewed(counts)
     assert part.kept is not None
     starts, end = np.full(len(part.kept), -1), 0
-    for at in np.flatnonzero(_among(part.kept, samples)).tolist():
-        numbers.append(np.flatnonzero(samples[int(part.kept[at])]).astype(np.int32))
+    for at in np.flatnonzero(_among(part.kept, read)).tolist():
+        numbers.append(np.flatnonzero(~read[int(part.kept[at])]).astype(np.int32))
         starts[at], end = end, end + len(numbers[-1])
     return dataclasses.replace(manifest, left=Left(part, starts, np.concatenate(numbers)))
 
@@ -256,21 +270,17 @@ def _shards_of(manifest: Manifest) -> Iterator[_Shard]:
     return zip(map(unsigned, shards.urls), shards.etags, shards.size_bytes.tolist(), strict=True)
 
 
-def _places(sources: Sequence[SourceRead]) -> dict[_Shard, dict[_Rows, tuple[int, int]]]:
-    """Return the source and the number of each shard, by the shard and by the rows that a view
-    reads of it.
-    """
-    places: dict[_Shard, dict[_Rows, tuple[int, int]]] = {}
+def _places(sources: Sequence[SourceRead]) -> _Places:
+    places: _Places = {}
     for at, source in enumerate(sources):
         for number, shard in enumerate(_shards_of(source.whole)):
-            places.setdefault(shard, {})[_rows_of(source.view)] = at, number
+            of_source = places.setdefault(shard, {}).setdefault(_rows_of(source.view), {})
+            of_source[at] = number
     return places
 
 
 def _matched(
-    old: SourceRead,
-    places: dict[_Shard, dict[_Rows, tuple[int, int]]],
-    sources: Sequence[SourceRead],
+    old: SourceRead, places: _Places, sources: Sequence[SourceRead]
 ) -> Iterator[tuple[int, Int64, Int64]]:
     """Yield each source that shares shards with a former dataset: its index, the numbers of the
     shared blocks in the source, and their numbers in the former dataset.
@@ -278,33 +288,79 @@ def _matched(
     Raises:  ConfigError: a source reads other rows of a shard than the former dataset.
     """
     before = old.whole
-    at = np.full(len(before.shards), -1, np.int64)
-    numbers = at.copy()
-    for number, shard in enumerate(_shards_of(before)):
-        by_rows = places.get(shard)
-        if by_rows is None:
-            continue
-        if _rows_of(old.view) not in by_rows:
-            raise ConfigError(
-                f"{shard[0]} had other rows in the state's run (where=, sample= or split=), so what"
-                ' is unread of it is not known: pass change="restart"',
-                field="change",
-                shard=shard[0],
-            )
-        at[number], numbers[number] = by_rows[_rows_of(old.view)]
+    numbers = _numbers_in(old, places, sources)
     own_blocks = _numbers_of(old.manifest)
     shards = before.block_shard[own_blocks].astype(np.int64)
     in_shard = own_blocks - before.shards.block_starts[shards]
-    for source in np.unique(at[at >= 0]).tolist():
-        now, kept = sources[source].whole, _numbers_of(sources[source].manifest)
-        own = np.flatnonzero(at[shards] == source)
-        own = own[in_shard[own] < now.shards.block_counts[numbers[shards[own]]]]
-        blocks = now.shards.block_starts[numbers[shards[own]]] + in_shard[own]
+    for source, place_of in numbers.items():
+        new, now = sources[source], sources[source].whole
+        kept = _numbers_of(new.manifest)
+        own = np.flatnonzero(place_of[shards] >= 0)
+        own = own[in_shard[own] < now.shards.block_counts[place_of[shards[own]]]]
+        blocks = now.shards.block_starts[place_of[shards[own]]] + in_shard[own]
         places_now = np.minimum(kept.searchsorted(blocks), len(kept) - 1)
         is_same = (kept[places_now] == blocks) & (
             now.block_rows[blocks] == before.block_rows[own_blocks[own]]
         )
-        yield source, places_now[is_same], own[is_same]
+        places_now, own = places_now[is_same], own[is_same]
+        has_all = all(view.pack is None and not view.limit for view in (old.view, new.view))
+        is_other = old.manifest.block_rows[own] != new.manifest.block_rows[places_now]
+        if has_all and is_other.any():
+            raise _other_rows(before.shards.urls[int(shards[own[is_other]][0])])
+        yield source, places_now, own
+
+
+def _numbers_in(
+    old: SourceRead, places: _Places, sources: Sequence[SourceRead]
+) -> dict[int, Int64]:
+    """Return the numbers of a former dataset's shards in each source that has some of them, by the
+    source's index; -1 for others.
+
+    Raises:  ConfigError: a source reads other rows of a shard, which may be among those delivered.
+    """
+    numbers = dict[int, Int64]()
+    words, own = [_words_of(old), *map(_words_of, sources)], _rows_of(old.view)
+    for number, shard in enumerate(_shards_of(old.whole)):
+        by_rows = places.get(shard)
+        if by_rows is None:
+            continue
+        if own not in by_rows:
+            raise _other_rows(shard[0])
+        for rows, of_sources in by_rows.items():
+            if rows != own and not _are_apart(rows, own):
+                raise _other_rows(shard[0])
+            for source, place in of_sources.items():
+                before, now = words[0], words[source + 1]
+                if before is not None and now is not None and before[number] != now[place]:
+                    raise _other_rows(shard[0])
+                if rows == own:
+                    if source not in numbers:
+                        numbers[source] = np.full(len(old.whole.shards), -1, np.int64)
+                    numbers[source][number] = place
+    return numbers
+
+
+def _are_apart(rows: _Rows, others: _Rows) -> bool:
+    """Return whether two views read disjoint splits of a shard."""
+    (*_, begin, end), (*_, other_begin, other_end) = rows, others
+    return 0 < end <= other_begin or 0 < other_end <= begin
+
+
+def _words_of(source: SourceRead) -> Words | None:
+    """Return the words on which it depends which rows of each shard are in the view's shares; None
+    for a view without shares.
+    """
+    return shard_words(source.whole.shards.urls) if has_shares(source.view) else None
+
+
+def _other_rows(url: str) -> ConfigError:
+    return ConfigError(
+        f"{unsigned(url)} had other rows in the state's run (where=, sample= or split=, of which "
+        "the rows follow from names below the common folder of all shards), so what is unread of "
+        'it is not known: pass change="restart"',
+        field="change",
+        shard=unsigned(url),
+    )
 
 
 def _numbers_of(manifest: Manifest) -> Int64:

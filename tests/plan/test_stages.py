@@ -38,7 +38,7 @@ DOCUMENTS = 3  # a pack has three rows of its block
 
 def dataset(*names: str) -> Manifest:
     """A dataset of these shards, each with a few blocks of different lengths."""
-    rows = {name: [5 + (ord(name) + block) * 7 % 11 for block in range(4)] for name in names}
+    rows = {name: [5 + (ord(name[-1]) + block) * 7 % 11 for block in range(4)] for name in names}
     shards = [Shard(f"s3://b/{name}", 100, f"tag {name}", 4, Region(0, 0), False) for name in names]
     counts = np.array(list(itertools.chain(*rows.values())))
     return Manifest(
@@ -67,7 +67,7 @@ MIXED = Exhausted.RENORMALISE
 def job(of: Any, **options: Any) -> tuple[JobSpec, list[Manifest]]:
     """A job over the shards of a text, or over a mixture of those of several by name."""
     given = {**ORDER, **options}
-    if isinstance(of, str):
+    if isinstance(of, (str, tuple)):
         view = given.pop("view", View())
         manifest = viewed(dataset(*of), view, given["seed"])
         return JobSpec(manifest.fingerprint, view=view, **given), [manifest]
@@ -174,6 +174,8 @@ def twin(old: list[Sample], delivered: list[Sample], new: list[Sample]) -> Count
 
 PACK, HALF = View(pack=PackSpec("tokens", 8)), View(sample=1 << 31)
 AB = {"a": "ab", "b": "cd"}
+BOTH = {"a": "ab", "b": "ab"}
+SPLITS = {"a": View(split_to=1 << 31), "b": View(split_from=1 << 31, split_to=1 << 32)}
 CASES: dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any]]] = {
     "seed": ("abc", {}, "abc", {"seed": 4}),
     "lanes": ("abc", {}, "abc", {"lanes": 5, "window": 4}),
@@ -200,6 +202,9 @@ CASES: dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any]]] = {
     "sources exchange shards": (AB, {}, {"a": "ac", "b": "bd"}, {}),
     "mixture with other seed": (AB, {}, AB, {"seed": 5}),
     "mixture that cycles": (AB, {"exhausted": Exhausted.CYCLE}, AB, {"seed": 5}),
+    "sources that overlap": ({"a": "ab", "b": "bc"}, {}, "abc", {"seed": 5}),
+    "sources that will overlap": ("abc", {}, {"a": "ab", "b": "bc"}, {}),
+    "splits of one dataset": (BOTH, SPLITS, BOTH, {**SPLITS, "seed": 5}),
     "mixture with a length": (AB, {"length": 50}, AB, {"seed": 5}),
     "mixture of views": (AB, {"a": HALF}, AB, {"a": HALF, "seed": 5}),
     "mixture of packs": (AB, {"a": PACK, "b": PACK}, AB, {"a": PACK, "b": PACK, "seed": 5}),
@@ -319,11 +324,16 @@ def test_what_cannot_be_computed_is_refused_with_the_way_out() -> None:
         old, old_manifests = job(old_of, **options)
         new, manifests = job(new_of, **(new_options or options))
         spec = replace(new, stages=stages_with(state_of(old, old_manifests, 0, 9), "unread"))
-        return with_left(spec, manifests, viewed)
+        before = [SourceRead("", View(), old_manifests[0].whole or old_manifests[0])]
+        return with_left(spec, manifests, viewed, before if isinstance(old_of, tuple) else ())
 
     with pytest.raises(ConfigError, match=r'before= .*pass change="restart"'):
         left("abc", "bcd")  # the first shard is gone
     with pytest.raises(ConfigError, match=r's3://b/a had other rows .* pass change="restart"'):
         left("abc", "abc", {"view": HALF})
+    with pytest.raises(ConfigError, match=r"s3://b/x/a had other rows .* below the common folder"):
+        left(("x/a", "x/b"), ("x/a", "x/b", "y/c"), {"view": HALF}, view=HALF)
+    with pytest.raises(ConfigError, match=r"s3://b/a had other rows"):
+        left("ab", BOTH, {"a": HALF})
     with pytest.raises(ConfigError, match=r'before= .*pass change="restart"'):
         left(AB, {"b": "cd"})
