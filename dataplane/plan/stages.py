@@ -73,11 +73,15 @@ def with_left(
     Raises:  ConfigError: the samples that the former stage has delivered cannot be computed.
     """
     sources = [*before, *sources_of(spec, manifests)]
+
+    def opened(whole: Manifest, view: View, seed: int) -> Manifest:
+        return viewed(whole, replace(view, bad_max=spec.bad_max), seed)  # no state names `bad_max`
+
     begin = first_counted(spec.stages)
     part = list(manifests)
     former: tuple[JobSpec, list[Manifest]] | None = None
     for count in range(begin + 1, len(spec.stages) + 1):
-        reader, whole = former_job(spec.stages[:count], sources, viewed)
+        reader, whole = former_job(spec.stages[:count], sources, opened)
         if former is not None:
             whole = _after(spec.stages[count - 2], *former, sources_of(reader, whole))
         former = reader, whole

@@ -319,6 +319,20 @@ def test_3_shards_that_were_added_are_found_without_the_former_list() -> None:
         assert with_left(spec, manifests, viewed)[0].left is not None
 
 
+def test_former_packs_are_counted_with_as_many_bad_rows_as_the_present_recipe_allows() -> None:
+    views = list[View]()
+
+    def seen(whole: Manifest, view: View, seed: int) -> Manifest:
+        views.append(view)
+        return viewed(whole, view, seed)
+
+    old, old_manifests = job("ab", view=replace(PACK, bad_max=0.5))
+    new, manifests = job("abc", view=replace(PACK, bad_max=0.25))
+    stages = stages_with(state_of(old, old_manifests, 0, 9), "unread")
+    with_left(replace(new, stages=stages), manifests, seen)
+    assert {view.bad_max for view in views} == {0.25}
+
+
 def test_what_cannot_be_computed_is_refused_with_the_way_out() -> None:
     def left(old_of: Any, new_of: Any, new_options: Any = None, **options: Any) -> Any:
         old, old_manifests = job(old_of, **options)
