@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from dataplane.model.changes import Tombstone
 from dataplane.model.config import JobSpec
+from dataplane.model.errors import ConfigError
 from dataplane.model.records import MixHistory, ShareChange, View
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.mixed_order import NEVER, MixedOrder, SourceOrder
@@ -73,16 +74,32 @@ def _first_epoch(
         return spec, parts, epoch
     history = spec.mixture.history
     has_some = [manifest.left is None or not manifest.left.is_nothing for manifest in manifests]
+    past = sum(change.epoch < epoch for change in history.changes)
     changes = [
         replace(
             change,
             epoch=max(change.epoch - epoch, 0),
+            position=change.position if change.epoch >= epoch else 0,
             shares=tuple(map(operator.mul, change.shares, has_some)),
         )
-        for change in history.changes
+        for change in history.changes[max(past - 1, 0) :]
     ]
     mixture = spec.mixture.with_history(replace(history, changes=tuple(changes)))
-    return replace(spec, mixture=mixture), parts, 0
+    reduced = replace(spec, mixture=mixture)
+    return _as_long_as_possible(reduced, parts), parts, 0
+
+
+def _as_long_as_possible(spec: JobSpec, manifests: Sequence[Manifest]) -> JobSpec:
+    """Return the spec without its length if its sources do not have so many samples left for the
+    first epoch, which then ends as without a length.
+    """
+    try:
+        _plan_of(spec, manifests, 0)
+    except ConfigError as error:
+        if error.nouns.get("field") != "length" or spec.mixture is None:
+            raise
+        return replace(spec, mixture=replace(spec.mixture, length=0))
+    return spec
 
 
 def _order(spec: JobSpec, manifests: Sequence[Manifest], epoch: int) -> TracedOrder:

@@ -21,9 +21,10 @@ from dataplane.client.stages import STAGES_MAX, follows, stages_with
 from dataplane.client.state import RunState
 from dataplane.model.config import JobSpec, MixtureSpec, SourceSpec
 from dataplane.model.errors import ConfigError
-from dataplane.model.records import DatasetIdentity, Exhausted, PackSpec, Region, View
+from dataplane.model.records import DatasetIdentity, Exhausted, PackSpec, Region, ShareChange, View
 from dataplane.plan.defaults import BlockSizes, shuffle_of, source_window
 from dataplane.plan.manifest import Manifest
+from dataplane.plan.mixed_order import MixedOrder
 from dataplane.plan.orders import ReducedOrder, job_order, sample_count_of
 from dataplane.plan.packed_blocks import packed
 from dataplane.plan.shards import Shard
@@ -309,6 +310,34 @@ def test_2_many_changes_within_one_epoch_take_no_recursion() -> None:
     many = replace(state, stages=(stages[0],) * STAGES_MAX)
     with pytest.raises(ConfigError, match="stages, the most"):
         stages_with(many, "unread")
+
+
+def test_2_a_length_is_at_most_what_is_left() -> None:
+    old, whole = job(AB, length=120)
+    stages = stages_with(state_of(old, whole, 0, 100), "unread")
+    for rule, most in ((MIXED, 59), (Exhausted.STOP, 58)):
+        spec = replace(job(AB, length=120, seed=5, exhausted=rule)[0], stages=stages)
+        manifests = with_left(spec, whole, viewed)
+        located = samples(spec, manifests, 1)
+        assert 0 < len(set(located)) == len(located) <= most
+        assert (len(located) == most) == (rule is MIXED)
+        assert not set(located) & set(samples(old, whole, 0, 0, 100))
+        assert sample_count_of(spec, manifests, 2) == 120 or rule is Exhausted.STOP
+
+
+def test_2_shares_that_changed_in_a_former_epoch_hold_from_the_first_sample_on() -> None:
+    old, whole = job(AB)
+    stages = stages_with(state_of(old, whole, 0, 40), "unread")
+    new, _ = job(AB, seed=5)
+    assert new.mixture is not None
+    few, many = 1 << 29, (1 << 32) - (1 << 29)
+    changes = (ShareChange(0, 30, (many, few)), ShareChange(0, 60, (few, many)))
+    spec = replace(new, mixture=replace(new.mixture, changes=changes), stages=stages)
+    order = job_order(spec, with_left(spec, whole, viewed), 1)
+    assert isinstance(order, ReducedOrder)
+    assert isinstance(order.order, MixedOrder)
+    assert order.order.plan.segments[0].shares == (few, many)
+    assert not order.order.plan.changed
 
 
 def test_3_shards_that_were_added_are_found_without_the_former_list() -> None:
