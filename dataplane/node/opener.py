@@ -332,9 +332,10 @@ class DatasetOpener:
         before = list[SourceRead]()
 
         def left() -> list[Manifest]:
-            for name, urls in itertools.chain(*(stage.before for stage in reversed(stages))):
-                manifest = self._open_manifest(messages.DatasetSource(urls), View(), None)
-                before.append(SourceRead(name, View(), manifest))
+            for number, stage in enumerate(stages):
+                for name, urls in stage.before:
+                    manifest = self._open_manifest(messages.DatasetSource(urls), View(), None)
+                    before.append(SourceRead(name, View(), manifest, number))
             return with_left(spec, [part.manifest for part in opened], viewed, before)
 
         manifests = await asyncio.to_thread(left)

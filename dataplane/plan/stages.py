@@ -40,12 +40,13 @@ _PREFIXES_MAX = 64
 
 class SourceRead(Struct, frozen=True):
     """A dataset that a stage reads: its name, "" without a mixture, the view, and the manifest of
-    its samples.
+    its samples. `stage` is the number of the stage that read it, counted from 0.
     """
 
     name: str
     view: View
     manifest: Manifest
+    stage: int = 0
 
     @property
     def whole(self) -> Manifest:
@@ -72,7 +73,8 @@ def with_left(
 
     Raises:  ConfigError: the samples that the former stage has delivered cannot be computed.
     """
-    sources = [*before, *sources_of(spec, manifests)]
+    now = len(spec.stages)
+    sources = [*before, *(replace(own, stage=now) for own in sources_of(spec, manifests))]
 
     def opened(whole: Manifest, view: View, seed: int) -> Manifest:
         return viewed(whole, replace(view, bad_max=spec.bad_max), seed)  # no state names `bad_max`
@@ -80,7 +82,7 @@ def with_left(
     begin = first_counted(spec.stages)
     part = list(manifests)
     former: tuple[JobSpec, list[Manifest]] | None = None
-    for count in range(begin + 1, len(spec.stages) + 1):
+    for count in range(begin + 1, now + 1):
         reader, whole = former_job(spec.stages[:count], sources, opened)
         if former is not None:
             whole = _after(spec.stages[count - 2], *former, sources_of(reader, whole))
@@ -217,10 +219,10 @@ def _left(
             for block, number in zip(blocks[partial].tolist(), own[partial].tolist(), strict=True):
                 if is_packed:
                     break
-                count = int(new.block_rows[block])
-                is_read = some[at].setdefault(block, np.zeros(count, np.bool_))
+                length = int(new.block_rows[block])
+                is_read = some[at].setdefault(block, np.zeros(length, np.bool_))
                 given = part.samples.get(number, np.ones(old.manifest.block_rows[number], np.bool_))
-                is_read[: len(given)] |= given[:count]
+                is_read[: len(given)] |= given[:length]
     if not is_known:
         raise ConfigError(
             "no shard of the state's run is in this dataset (by url, size and ETag), so "
@@ -385,6 +387,9 @@ def former_job(
     Raises:  ConfigError: the manifests are not among them.
     """
     *earlier, stage = stages
+    number = len(earlier)
+    # A dataset that was replaced later is named by the first stage from this one on that names it.
+    sources = sorted(sources, key=lambda of: (of.stage < number, abs(of.stage - number)))
     if stage.spec is not None:
         spec = replace(stage.spec, stages=tuple(earlier))
         for manifests in _candidates(stage, spec, sources, viewed):

@@ -340,6 +340,20 @@ def test_2_shares_that_changed_in_a_former_epoch_hold_from_the_first_sample_on()
     assert not order.order.plan.changed
 
 
+def test_3_a_source_that_was_replaced_twice_is_that_of_its_stage() -> None:
+    spec, whole = job({"a": "ab", "b": "cd"})
+    manifests, before, stages, at = whole, list[SourceRead](), (), (0, 40)
+    seen = samples(spec, manifests, 0, 0, 40)
+    for number, shards in enumerate(("be", "ef")):
+        before.insert(number % 2, SourceRead("a", View(), whole[0], number))
+        stages = stages_with(state_of(spec, manifests, *at), "unread")
+        made, whole = job({"a": shards, "b": "cd"})
+        spec, at = replace(made, stages=stages), (number + 1, 20)
+        manifests = with_left(spec, whole, viewed, before)
+        seen += samples(spec, manifests, at[0], 0, at[1])
+    assert len(set(seen)) == len(seen)
+
+
 def test_3_shards_that_were_added_are_found_without_the_former_list() -> None:
     for old_of, options in (("ab", {}), ("ab", {"view": HALF}), ("ab", {"view": PACK})):
         old, old_manifests = job(old_of, **options)
