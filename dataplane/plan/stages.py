@@ -35,7 +35,8 @@ from dataplane.plan.views import has_shares, joined_hash, shard_words
 Viewed = Callable[[Manifest, View, int], Manifest]
 """Opens a view of a whole dataset for a job with this seed: its samples, which may be packs."""
 _SAMPLES_TOGETHER = 1 << 20
-_PREFIXES_MAX = 64
+# How many first parts of a dataset are tried, and for fewer shards how many shards together.
+_PREFIXES_MAX, _SHARDS_TRIED = 64, 1 << 17
 
 
 class SourceRead(Struct, frozen=True):
@@ -425,10 +426,12 @@ def _candidates(
         # or an earlier change of the recipe made the count smaller.
         is_less = bool(spec.view.limit) or spec.first_epoch == stage.epoch > 0
         fits = ends >= stage.sample_count if is_less else ends == stage.sample_count
-        for last in np.flatnonzero(fits)[::-1][:_PREFIXES_MAX].tolist():
+        most = max(_PREFIXES_MAX, _SHARDS_TRIED // len(whole.shards))
+        for last in np.flatnonzero(fits)[::-1][:most].tolist():
             is_all = last + 1 == len(whole.shards)
             first = whole if is_all else whole.first_shards(last + 1)
-            if is_all or first.fingerprint != whole.fingerprint:
+            is_other = not is_all and first.fingerprint == whole.fingerprint
+            if not is_other and _filled(spec, [first], stage.digest) is not None:
                 yield [viewed(first, spec.view, spec.seed)]
 
 

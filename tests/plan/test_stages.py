@@ -376,6 +376,19 @@ def test_former_packs_are_counted_with_as_many_bad_rows_as_the_present_recipe_al
     assert {view.bad_max for view in views} == {0.25}
 
 
+def test_3_more_than_64_shards_may_be_added_after_a_reduced_epoch() -> None:
+    names = [chr(number) for number in range(0x100, 0x100 + 90)]
+    old, whole = job(tuple(names[:1]))
+    stages = stages_with(state_of(old, whole, 0, 9), "unread")
+    made, whole = job(tuple(names[:3]))
+    spec = replace(made, stages=stages)
+    stages = stages_with(state_of(spec, with_left(spec, whole, viewed), 1, 20), "unread")
+    made, whole = job(tuple(names))
+    spec = replace(made, stages=stages)
+    left = with_left(spec, whole, viewed)
+    assert sample_count_of(spec, left, 2) == sample_count_of(made, whole, 0) - 29
+
+
 def test_what_cannot_be_computed_is_refused_with_the_way_out() -> None:
     def left(old_of: Any, new_of: Any, new_options: Any = None, **options: Any) -> Any:
         old, old_manifests = job(old_of, **options)
