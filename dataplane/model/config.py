@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any
 
@@ -329,19 +329,6 @@ class Stage(Struct, frozen=True):
     def next_epoch(self) -> int:
         """The first epoch of the stage that follows."""
         return self.epoch + (self.cursor > 0)
-
-
-def first_counted(stages: Sequence[Stage]) -> int:
-    """Return the number of the first stage whose samples the next epoch of a run leaves out; the
-    number of stages if there is none. A stage that ended within its first epoch goes on with what
-    the stage before it had left.
-    """
-    begin = len(stages)
-    for number, stage in enumerate(stages):
-        goes_on = begin < number and stage.epoch == stages[number - 1].next_epoch
-        start = begin if goes_on else number
-        begin = start if stage.unread and (stage.cursor or goes_on) else len(stages)
-    return begin
 
 
 def _first_fields(cls: type[Struct], count: int) -> frozenset[str]:
