@@ -1,4 +1,6 @@
-"""What follows from the list of a run's former stages alone, for clients and for plans."""
+"""The former stages of a run, as clients and plans read their list: which of them the next epoch
+counts.
+"""
 
 from __future__ import annotations
 
