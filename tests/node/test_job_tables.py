@@ -138,9 +138,9 @@ def one_beat(
 
 MEMBER = SimpleNamespace(
     job_id="j", member_id="m", generation=1, epoch=0, cursor=0, rate=0.0, stall_s=0.0,
-    bound="", began=None, mix=None, mix_from=None, seen=(0.0, 0, 0), following=None,
+    bound="", began=None, mix=None, mix_from=None, seen=(0.0, 0), gain=(0.0, 0), handed=0,
     request=SimpleNamespace(topology=Topology()),
-    host_count=1, streams={},
+    host_count=1, streams={}, following=None,
 )  # fmt: skip
 
 
