@@ -15,7 +15,7 @@ import pyarrow as pa
 from msgspec import Struct
 from msgspec.structs import replace
 
-from dataplane.formats.arrays import joined, widened
+from dataplane.formats.arrays import joined
 from dataplane.formats.base import Format, RawBlock
 from dataplane.formats.faults import bad_rows
 from dataplane.model.changes import ReplacedRow
@@ -158,8 +158,8 @@ def taken(batch: pa.RecordBatch, rows: list[int]) -> pa.RecordBatch:
 def _taken(array: pa.Array, rows: pa.Array) -> pa.Array:
     try:
         return array.take(rows)
-    except pa.ArrowNotImplementedError:  # Arrow cannot take rows of string views
-        return array.cast(widened(array.type)).take(rows).cast(array.type)
+    except pa.ArrowNotImplementedError:  # Arrow cannot take rows of string views or of run ends
+        return pa.concat_arrays([array[:0], *(array.slice(row, 1) for row in rows.to_pylist())])
 
 
 def replaced(raw: tasks.RawBlockRef, numbers: Sequence[int], bad: Bad, seed: int) -> list[Replaced]:

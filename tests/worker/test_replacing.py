@@ -1,4 +1,4 @@
-"""Rows whose images cannot be decoded: which rows take their places."""
+"""Rows that cannot be decoded, such as those of images: which rows take their places."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from dataplane.model.records import ColumnSpec, Cut, ImageSpec, Kind, Region
 from dataplane.rpc import tasks
 from dataplane.rpc.messages import Batch
 from dataplane.transforms import pixels
+from dataplane.worker import salvaging
 from dataplane.worker.apart import OpenBlock
 from dataplane.worker.columns import open_block
 from dataplane.worker.gather import Gather
@@ -191,3 +192,21 @@ def test_the_slab_is_that_of_the_other_rows_and_few_images_are_decoded_twice(
     )
     faults = sum(row in some for some in bad for row in index)
     assert decoded["images"] <= 2 * len(index) + (16 + 2) * faults
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        pa.array(["a", "b", None], pa.string_view()),
+        pa.array([["a"], ["b", "c"], None], pa.list_(pa.string_view())),
+        pa.array([{"a": "x"}, {"a": "y"}, None], pa.struct([("a", pa.string_view())])),
+        pa.RunEndEncodedArray.from_arrays(pa.array([1, 3], pa.int32()), pa.array(["x", None])),
+        pa.array([1, 2, 3]),
+    ],
+    ids=lambda array: str(array.type),
+)
+def test_rows_of_each_type_take_the_place_of_others(array: pa.Array) -> None:
+    taken = salvaging.taken(pa.record_batch([array], ["x"]), [2, 0, 0])
+    assert taken.schema.field("x").type == array.type
+    values = array.to_pylist()
+    assert taken.column(0).to_pylist() == [values[2], values[0], values[0]]
