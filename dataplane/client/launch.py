@@ -98,7 +98,7 @@ def node_command() -> tuple[str, ...]:
 def start_node(
     listener: socket.socket, command: tuple[str, ...], source: DatasetSource
 ) -> NodeProcess:
-    """Start a node on this listening socket, of which the child gets a copy. The node begins to
+    """Start a node that gets a copy of this listening socket. The node begins to
     open this dataset while it starts.
 
     The child's stderr is a memfd until the node serves, so that its last output can be reported.

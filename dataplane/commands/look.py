@@ -287,18 +287,18 @@ class _Look:
         """
         import numpy as np
 
+        from dataplane.plan.shards import starts_of
         from dataplane.transforms import draws
         from dataplane.transforms.image_steps import steps_of
 
         of = self._job.sources[int(self.rows.sources[at])].manifest
         block, shard = int(self.rows.blocks[at]), int(self.rows.shards[at])
-        starts = np.concatenate([[0], np.cumsum(of.block_rows)])
+        starts = starts_of(of.block_rows)
         row = starts[block] - starts[of.shards.block_starts[shard]] + self.rows.block_rows[at]
         sample = np.array([shard]), np.array([row], np.int64)
-        seed, epoch = self._job.spec.seed, self._epoch
 
         def draw(step: str, count: int) -> NDArray[np.float64]:
-            keys = draws.draw_keys(spec.column, step, seed, epoch, *sample)
+            keys = draws.draw_keys(spec.column, step, self._job.spec.seed, self._epoch, *sample)
             return draws.uniform(keys, count)
 
         steps = steps_of(spec)

@@ -1,6 +1,6 @@
 """Decide which node makes the manifest of a dataset that several nodes of a launch open, and from
-which node each of the others gets it. Pure; the coordinator owns one `ManifestTurns`, of which
-nothing is stored.
+which node each of the others gets it. Pure; the coordinator owns one `ManifestTurns`, which is
+never stored.
 
 Indexing 10^6 shards takes minutes and 10^6 requests, and counting the rows of a condition reads the
 dataset. So one node does it for all.

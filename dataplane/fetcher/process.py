@@ -264,7 +264,7 @@ class Reads:
         self._ended(read, error)
 
     def _read_part(self, parts: _Parts, at: int) -> None:
-        """Read one part; whoever ends last sends all parts. Runs in a thread."""
+        """Read one part. The last read that ends sends all parts. Runs in a thread."""
         wanted = parts.order.places[at]
         # Ignore any failure: the node reads the shard itself later, and reports the error.
         with contextlib.suppress(Exception):

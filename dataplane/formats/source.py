@@ -161,7 +161,7 @@ class Window:
 
 
 class Parts:
-    """A shard of which the ranges `places` are read at once, and other ranges through `rest`.
+    """A shard whose ranges `places` are read at once, and whose other ranges are read by `rest`.
     `known` contains the bytes of ranges that were read before, by offset.
 
     Raises:  StoreError and its subclasses, as the shard does.

@@ -47,7 +47,7 @@ Main = Callable[[int], None]
 _PAUSE_S, _PAUSE_S_MAX = 0.001, 0.5
 _CLOSE_S = 5.0
 _HUNG_S = 60.0
-"""As long as imports from a slow file server may take."""
+"""The time that imports from a slow file server may take."""
 _LOOK_S = 1.0
 
 

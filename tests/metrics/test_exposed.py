@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import scrapes
-from awry import Mood, awry_server
+from awry import Awry, Mood, awry_server
 from dataplane_torch import CenterCrop, DataLoader, Mixture, Pack, Source
 from fleet import DATAPLANE, Service, wait_until
 from pictures import drawn, encoded
@@ -169,13 +169,20 @@ def bounds(service: Service) -> set[str]:
     return {member["bound"] for job in status["jobs"] for member in job["members"]}
 
 
-def test_a_slow_store_is_named(shards: str, tmp_path: Path) -> None:
+@contextlib.contextmanager
+def far_job(shards: str, folder: Path, name: str) -> Iterator[tuple[Awry, Service, DataLoader]]:
+    """A loader over these shards in a store with moods, which a service reads one at a time."""
     bodies = {f"bucket/{path.name}": path.read_bytes() for path in Path(shards).iterdir()}
     with (
         awry_server(bodies) as server,
-        served(tmp_path, server.environment(), "--fetch-count", "1") as service,
-        DataLoader("s3://bucket/", batch_size=BATCH, name="slow") as loader,
+        served(folder, server.environment(), "--fetch-count", "1") as service,
+        DataLoader("s3://bucket/", batch_size=BATCH, name=name) as loader,
     ):
+        yield server, service, loader
+
+
+def test_a_slow_store_is_named(shards: str, tmp_path: Path) -> None:
+    with far_job(shards, tmp_path, "slow") as (server, service, loader):
         scrape, batches = scrape_of(service), iter(loader)
         next(batches)
         server.usual = Mood.SLOW
@@ -196,12 +203,7 @@ def test_a_slow_store_is_named(shards: str, tmp_path: Path) -> None:
 
 
 def test_a_hung_fetcher_is_named_while_its_trainer_waits(shards: str, tmp_path: Path) -> None:
-    bodies = {f"bucket/{path.name}": path.read_bytes() for path in Path(shards).iterdir()}
-    with (
-        awry_server(bodies) as server,
-        served(tmp_path, server.environment(), "--fetch-count", "1") as service,
-        DataLoader("s3://bucket/", batch_size=BATCH, name="hung") as loader,
-    ):
+    with far_job(shards, tmp_path, "hung") as (server, service, loader):
         scrape, batches = scrape_of(service), iter(loader)
         server.usual = Mood.SLOW
         next(batches)

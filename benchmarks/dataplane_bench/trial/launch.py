@@ -489,7 +489,8 @@ def _window(trial: _Trial, step_ms: float, settle_s: float, window_s: float) -> 
 
 def together(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge what several processes saw at the same time: counts and rates are sums, shares means,
-    waits those of whoever waited longest, and the time is from the first start to the last end.
+    waits are those of the process that waited longest, the time is from the first start to the
+    last end.
     """
     total = dict(answers[0])
     for name in ("sample_count", "batch_count"):
