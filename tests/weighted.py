@@ -26,11 +26,14 @@ OPTIONS: dict[str, Any] = {
 Rows = list[list[int]]
 
 
-def write_sources(folder: Path) -> Path:
-    """The shards of all sources."""
+def write_sources(folder: Path, pad: int = 0) -> Path:
+    """The shards of all sources, with so many bytes in each row beside its id."""
     for at, (name, count) in enumerate(COUNTS.items()):
-        ids = np.arange(count) + 10_000 * at
-        pq.write_table(pa.table({"id": ids}), folder / f"{name}.parquet", row_group_size=16)
+        columns = {"id": pa.array(np.arange(count) + 10_000 * at)}
+        if pad:
+            bytes_ = pa.array(np.zeros(count * pad, np.uint8))
+            columns["pad"] = pa.FixedSizeListArray.from_arrays(bytes_, pad)
+        pq.write_table(pa.table(columns), folder / f"{name}.parquet", row_group_size=16)
     return folder
 
 
