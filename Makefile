@@ -23,7 +23,7 @@ DIST ?= dist
 # torch is pinned here and not by `make lock`: a range may bring gigabytes for accelerators.
 TORCH := torch==2.13.0
 
-.PHONY: help setup wheel lock test test-slow test-others sanitize lint dead format types imports protos protos-check check observe demo clean
+.PHONY: help setup wheel lock test test-slow test-others sanitize lint dead format types imports protos protos-check docs check observe demo clean
 
 help: ## list these targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1|\2/p' Makefile | column -t -s '|'
@@ -122,6 +122,15 @@ protos-check: setup ## check that the committed generated code is current
 	$(PROTOC) --python_out="$$fresh" --pyi_out="$$fresh" $(PROTOS); \
 	diff -r --exclude=__init__.py --exclude=__pycache__ "$$fresh/dataplane/rpc/v1" dataplane/rpc/v1 \
 	  || { echo "dataplane/rpc/v1 is not what proto/ says: run 'make protos' and commit." >&2; exit 1; }
+
+SITE := build/docs
+docs: setup ## the documentation as a site, in build/docs/site; fails at a broken link or anchor
+	@$(PY) docs/build.py $(SITE)
+	@cd $(SITE) && "$(CURDIR)/$(VENV)/bin/uv" run --quiet --no-project --isolated \
+	  --python "$(CURDIR)/$(PY)" --with zensical==0.0.73 zensical build --strict
+	@! grep -rlE '(src|href)="https?://[^"]*\.(js|css|woff2?)"' $(SITE)/site \
+	  || { echo "the site needs the network: see the files above" >&2; exit 1; }
+	@echo "read it: $(PY) -m http.server --directory $(SITE)/site"
 
 check: lint types imports dead protos-check test ## all that CI checks
 

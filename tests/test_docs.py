@@ -1,4 +1,4 @@
-"""Documents are correct: examples run, links resolve, versions agree.
+"""Documents are correct: examples run, links and anchors resolve, versions agree.
 
 An example is run when its fence says `test` after the language: ```python test, ```sh test. The
 examples of one page run in order, in one empty folder, as a reader would try them. Those in Python
@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -29,7 +30,11 @@ EXAMPLE = re.compile(r"^```(python|sh) test\n(.*?)^```$", re.MULTILINE | re.DOTA
 DEADLINE_S = 280
 BUCKET = "s3://corpus/"
 """What examples may write to: a bucket of a real S3 server."""
-LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#]+)(?:#[^)]*)?\)")
+LINK = re.compile(r"\]\((?!https?://|mailto:)([^)#]*)(?:#([^)]*))?\)")
+FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+# Lower it when a page becomes shorter. Pages that are generated from code do not count.
+WORDS_MAX = 103_000
+site = runpy.run_path(str(ROOT / "docs" / "build.py"))
 
 
 def examples(page: Path) -> list[tuple[str, str]]:
@@ -114,10 +119,31 @@ def test_the_examples_of_a_page_run(page, tmp_path, request, warm_torch, command
             pytest.fail(f"{title(page)}:\n{example}\n{failure}", pytrace=False)
 
 
+def slugs(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and the site make them."""
+    headings = re.findall(r"^#+ (.+)$", FENCED.sub("", page.read_text()), re.MULTILINE)
+    plain = [re.sub(r"\]\([^)]*\)", "", heading).lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading).strip().replace(" ", "-") for heading in plain}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=title)
 def test_links_of_the_docs_have_targets(page):
-    broken = [link for link in LINK.findall(page.read_text()) if not (page.parent / link).exists()]
+    broken = []
+    for link, anchor in LINK.findall(FENCED.sub("", page.read_text())):
+        target = (page.parent / link) if link else page
+        if not target.exists() or (anchor and anchor not in slugs(target)):
+            broken.append(f"{link}#{anchor}")
     assert not broken
+
+
+def test_navigation_names_every_page_once():
+    names = [name for section in site["nav"]().values() for name in section.values()]
+    assert sorted([*names, "index.md"]) == sorted(site["pages"]())
+
+
+def test_the_docs_grow_no_longer():
+    words = sum(len(page.read_text().split()) for page in PAGES if page.parent.name != "reference")
+    assert words <= WORDS_MAX
 
 
 def test_the_changelog_has_this_version():
