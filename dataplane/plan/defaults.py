@@ -1,5 +1,5 @@
-"""Default lanes, window and ramp of a dataset. docs/order.md gives the reasons for these rules;
-benchmarks/plans.py shuffle simulates them.
+"""Default lanes, window and ramp of a dataset. docs/order.md specifies these rules,
+docs/decisions/lanes-and-windows.md gives the reasons, and benchmarks/plans.py simulates them.
 
 They depend only on the manifest, never on the number of ranks or hosts, so that a job may be
 resumed on any number.

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -14,6 +13,7 @@ from hypothesis import given, settings
 from msgspec.structs import replace
 
 from dataplane.model.changes import EpochSteps
+from dataplane.model.config import ORDER_VERSION
 from dataplane.model.errors import ConfigError
 from dataplane.model.records import End, Region
 from dataplane.plan import shuffled
@@ -278,62 +278,16 @@ def test_more_ranks_than_samples_in_a_batch_are_refused():
         explained(manifest_of(np.full(4, 10)), 1, 40, Cluster(64, 8), 32)
 
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "order.md"
-
-
-def joined(values):
-    return ", ".join(map(str, values))
-
-
-def change(told):
-    epoch, position, shares = told
-    return f"{epoch}, {position}: {joined(shares)}"
-
-
-def test_documentation_has_every_golden_vector_and_no_other():
-    expected = [
-        *((str(word), str(mixed)) for word, mixed in golden.MIX.items()),
-        *((joined(parts), str(key)) for parts, key in golden.KEYS.items()),
-        *((joined(asked), joined(found)) for asked, found in golden.PERMUTATIONS.items()),
-        *((joined(sample), str(key)) for sample, key in golden.SAMPLE_KEYS.items()),
-        *((joined(row), str(key)) for row, key in golden.SHARE_KEYS.items()),
-        *((joined(rows), joined(rest), order) for (rows, *rest), order in golden.ORDERS.items()),
-        *((joined(at), f"{block}.{row}") for at, (block, row) in golden.FAR.items()),
-        *(
-            ("; ".join(map(joined, shards)), joined(rest), places)
-            for (shards, *rest), places in golden.TRAILS.items()
-        ),
-        *((joined(shares), sources) for shares, sources in golden.COUNTS.items()),
-        *(
-            (joined(counts), joined(shares), joined(rest), order)
-            for (counts, shares, *rest), order in golden.MIXTURES.items()
-        ),
-        *(
-            (joined(counts), joined(shares), joined(rest), "; ".join(map(change, changes)), order)
-            for (counts, shares, *rest, changes), order in golden.CHANGED_MIXTURES.items()
-        ),
-        *((joined(at), f"{one}.{sample}") for at, (one, sample) in golden.FAR_MIXTURES.items()),
-        *(
-            (joined(lengths), joined("none" if one is None else one for one in rest), packs)
-            for (lengths, *rest), packs in golden.PACKS.items()
-        ),
-        *((joined(at), f"{block}.{row}") for at, (block, row) in golden.BALANCED.items()),
-        *(
-            (joined(asked[:4]), joined(asked[4:]), str(row))
-            for asked, row in golden.SUBSTITUTES.items()
-        ),
-        *(
-            (joined(lengths), joined(rest), joined(gone), packs)
-            for (lengths, *rest, gone), packs in golden.PACKS_WITHOUT.items()
-        ),
-    ]
-    _, vectors = PAGE.read_text().split("## Golden vectors")
-    rows = [line for line in vectors.splitlines() if line.startswith("| `")]
-    assert [tuple(re.findall(r"`([^`]*)`", row)) for row in rows] == expected
-
-
 ROOT = Path(__file__).resolve().parents[2]
+NOTE = ROOT / "docs" / "decisions" / "lanes-and-windows.md"
 _NAME = "shuffle_benchmark"
+
+
+def test_the_specification_names_its_vectors_and_has_their_version():
+    page = (ROOT / "docs" / "order.md").read_text()
+    assert "(../tests/plan/order_vectors.json)" in page
+    assert f"version {golden.VECTORS['version']}," in page
+    assert golden.VECTORS["version"] == ORDER_VERSION
 
 
 @pytest.fixture(scope="module")
@@ -350,14 +304,13 @@ def script():
 
 @pytest.fixture(scope="module")
 def rows():
-    """The cells of the page's table, by dataset."""
-    text = (ROOT / "docs" / "order.md").read_text()
-    table = text.split("| dataset | lanes |")[1].split("\n\n")[0].splitlines()[2:]
+    """The cells of the note's table, by dataset."""
+    table = NOTE.read_text().split("| dataset | lanes |")[1].split("\n\n")[0].splitlines()[2:]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
     return {name: rest for name, *rest in cells}
 
 
-def test_the_page_has_the_defaults_of_every_dataset(script, rows):
+def test_the_note_has_the_defaults_of_every_dataset(script, rows):
     assert list(rows) == [shape.name for shape in script.SHAPES]
     for shape in script.SHAPES:
         counts = np.full(shape.blocks, shape.rows)
@@ -367,7 +320,7 @@ def test_the_page_has_the_defaults_of_every_dataset(script, rows):
 
 
 @pytest.mark.parametrize("at", [0, 1, 2, 4, 8])
-def test_datasets_of_few_blocks_shuffle_as_the_page_says(script, rows, at):
+def test_datasets_of_few_blocks_shuffle_as_the_note_says(script, rows, at):
     shape = script.SHAPES[at]
     found = script.figures(shape, 12)
     assert found.missed == ()
@@ -379,7 +332,7 @@ def test_datasets_of_few_blocks_shuffle_as_the_page_says(script, rows, at):
     assert cells[8:] == rest
 
 
-def test_the_plan_shows_the_entropy_that_the_page_has(rows, script):
+def test_the_plan_shows_the_entropy_that_the_note_has(rows, script):
     for shape in script.SHAPES:
         counts = np.full(shape.blocks, shape.rows)
         sizes = BlockSizes.of(counts, counts * shape.sample_bytes)

@@ -364,7 +364,7 @@ def test_golden_keys(parts, expected):
 
 @pytest.mark.parametrize(("asked", "expected"), golden.PERMUTATIONS.items())
 def test_golden_permutations(asked, expected):
-    assert permutation(*asked).tolist() == expected
+    assert tuple(permutation(*asked).tolist()) == expected
 
 
 @pytest.mark.parametrize(("sample", "expected"), golden.SAMPLE_KEYS.items())

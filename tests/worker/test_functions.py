@@ -12,6 +12,7 @@ import pyarrow as pa
 import pytest
 import torch
 import user_functions
+from plan import golden
 
 from dataplane.model.errors import ConfigError, FunctionError
 from dataplane.transforms.functions import function_name
@@ -291,14 +292,13 @@ def test_a_lack_of_memory_stays_what_it_is() -> None:
 
 
 def test_random_numbers_are_those_of_the_seed_the_shard_and_the_block() -> None:
-    # Golden: docs/order.md. Philox is the same in every version of numpy.
-    first = block_generator(7, 2, 5).bit_generator.random_raw(2).tolist()
-    assert first == GOLDEN
-    others = [block_generator(8, 2, 5), block_generator(7, 3, 5), block_generator(7, 2, 6)]
-    assert all(one.bit_generator.random_raw(2).tolist() != GOLDEN for one in others)
+    # Philox is the same in every version of numpy.
+    def first(*place: int) -> tuple[int, ...]:
+        return tuple(block_generator(*place).bit_generator.random_raw(2).tolist())
 
-
-GOLDEN = [14737745812983054776, 521920733221314566]
+    ((_, golden_words),) = golden.MAP_GENERATORS.values()
+    assert {place: first(*place) for place in golden.MAP_GENERATORS} == {(7, 2, 5): golden_words}
+    assert all(first(*place) != golden_words for place in [(8, 2, 5), (7, 3, 5), (7, 2, 6)])
 
 
 @pytest.mark.parametrize(
