@@ -1,4 +1,8 @@
-"""Megatron-Core and DeepSpeed themselves, where they are installed: CONTRIBUTING.md says how."""
+"""Megatron-Core, DeepSpeed and torchtitan themselves, where they are installed:
+
+pip install --no-deps megatron-core torchtitan spmd_types tyro docstring_parser typeguard shtab
+DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real MPI launcher, where there is one: CONTRIBUTING.md says how to get one."""
+"""A real MPI launcher, where there is one: `pip install mpich` or `impi-rt` brings it."""
 
 from __future__ import annotations
 
