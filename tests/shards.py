@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import google_crc32c
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
@@ -165,6 +166,12 @@ def tar_bytes(members: Iterable[tuple[str, bytes]], form: int = tarfile.USTAR_FO
             member = tarfile.TarInfo(name)
             member.size = len(body)
             archive.addfile(member, io.BytesIO(body))
+    return sink.getvalue()
+
+
+def npy_bytes(array: np.ndarray) -> bytes:
+    sink = io.BytesIO()
+    np.save(sink, array)
     return sink.getvalue()
 
 

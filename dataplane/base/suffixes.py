@@ -18,6 +18,7 @@ BY_FORMAT: Mapping[str, tuple[str, ...]] = {
     ),
     "tar": (".tar.gz", ".tgz", ".tar"),
     "jsonl": (".jsonl.gz", ".ndjson.gz", ".json.gz", ".jsonl", ".ndjson"),
+    "npy": (".npy",),
 }
 MANIFEST = ".manifest"
 """The suffix of a manifest, which `dataplane index` saves for a whole dataset."""

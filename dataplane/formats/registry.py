@@ -53,7 +53,9 @@ _BY_ENDING: Final[dict[tuple[str, ...], tuple[str, str]]] = {
         ("convert it once, as with "
         'pyarrow.parquet.write_table(pyarrow.csv.read_csv("a.csv"), "a.parquet")'),
     ),
-    (".npy", ".npz", ".h5", ".hdf5", ".mat"): ("an array", f"{_AS_DATASET}, or {_CONVERT}"),
+    (".npz", ".h5", ".hdf5", ".mat"): (
+        "an array", f"save it with numpy.save (.npy), or {_CONVERT}, or {_AS_DATASET}"
+    ),
     (".pt", ".pth", ".pkl", ".pickle", ".safetensors"): (
         "Python objects, which nodes do not unpickle", f"{_AS_DATASET}, or {_CONVERT}"
     ),
@@ -71,7 +73,14 @@ _BY_ENDING: Final[dict[tuple[str, ...], tuple[str, str]]] = {
     (".zip", ".7z", ".rar"): ("an archive of an unsupported kind", "pack its files into tar files"),
     (".beton",): ("one of FFCV's files", "write its samples from their source as tar or Parquet"),
     (".mdb", ".lmdb", ".sqlite", ".db"): ("a database", f"{_AS_DATASET}, or {_CONVERT}"),
-    (".orc", ".avro", ".lance", ".vortex", ".rec", ".bin", ".txt", ".txt.gz", ".xml"): (
+    (".bin", ".tokens", ".tok"): (
+        "of a kind that its name does not show",
+        (
+            'if it has token ids, pass format="tokens:uint16,end=50256" with their type and the id '
+            'that ends a document, or format="tokens:uint16,length=1024" for rows of so many ids'
+        ),
+    ),
+    (".orc", ".avro", ".lance", ".vortex", ".rec", ".txt", ".txt.gz", ".xml"): (
         "in an unsupported format", _CONVERT
     ),
 }  # fmt: skip
@@ -128,6 +137,11 @@ BUILT_IN: Mapping[str, tuple[str, str]] = {
     "tfrecord": ("dataplane.formats.tfrecord", "TfRecord"),
     "tar": ("dataplane.formats.tar", "Tar"),
     "jsonl": ("dataplane.formats.jsonl", "JsonLines"),
+    "npy": ("dataplane.formats.npy", "Npy"),
+}
+# Formats whose names have parameters behind a colon.
+WITH_PARAMETERS: Mapping[str, tuple[str, str]] = {
+    "tokens": ("dataplane.formats.tokens", "TokenFile"),
 }
 
 
@@ -180,7 +194,7 @@ def _others() -> Mapping[str, Format]:
             raise ConfigError(
                 f"the format {point.name!r} ({point.value}) cannot be loaded: {fault}"
             ) from fault
-        if name in formats or name in BUILT_IN:
+        if name in formats or name in BUILT_IN or name in WITH_PARAMETERS:
             raise ConfigError(f"two formats are named {name!r}; the second is {point.value}")
         formats[name] = format_
     return MappingProxyType(formats)
@@ -193,6 +207,19 @@ def _built_in(name: str) -> Format:
     return made
 
 
+@functools.lru_cache(maxsize=64)
+def _with_parameters(family: str, parameters: str) -> Format:
+    module, cls = WITH_PARAMETERS[family]
+    made: Format = getattr(importlib.import_module(module), cls)(parameters)
+    return made
+
+
+def import_all() -> None:
+    """Import the modules of all built-in formats."""
+    for module, _ in (*BUILT_IN.values(), *WITH_PARAMETERS.values()):
+        importlib.import_module(module)
+
+
 def by_name(name: str) -> Format:
     """Return the format of this name.
 
@@ -200,9 +227,12 @@ def by_name(name: str) -> Format:
     """
     if name in BUILT_IN:
         return _built_in(name)
+    family, _, parameters = name.partition(":")
+    if family in WITH_PARAMETERS:
+        return _with_parameters(family, parameters)
     known = _others()
     if name not in known:
-        names = ", ".join([*BUILT_IN, *known])
+        names = ", ".join([*BUILT_IN, *known, *WITH_PARAMETERS])
         raise ConfigError(f"no format is named {name!r}; there are {names}")
     return known[name]
 

@@ -368,8 +368,13 @@ def _chosen(
     by_suffix = partial(zip, listed, formats, strict=True)
     if asked is None:
         return [s for s, f in by_suffix() if f is not None or unpinned(s.url) in literal]
-    is_of = asked.name
-    named = [s for s, f in by_suffix() if (f and f.name == is_of) or unpinned(s.url) in literal]
+
+    def is_chosen(info: ObjectInfo, known: Format | None) -> bool:
+        # A suffix may belong to a format that is read only if it is named: .bin to token files.
+        fits = known is None and suffixes.path_of(info.url).endswith(asked.suffixes)
+        return fits or (known is not None and known.name == asked.name)
+
+    named = [s for s, f in by_suffix() if is_chosen(s, f) or unpinned(s.url) in literal]
     # Many TFRecord shards have no suffix at all (train-00000-of-01024).
     return named or [s for s, f in by_suffix() if f is None] or list(listed)
 
