@@ -344,7 +344,7 @@ def figures(shape: Shape, batches: int) -> ShuffleFigures:
 
 
 def row_of(figures: ShuffleFigures) -> str:
-    """A row of the table in docs/decisions/lanes-and-windows.md."""
+    """A row of a table; tests/plan/shuffles.json has the cells."""
     cells = (
         figures.name,
         f"{figures.lanes:,}",
@@ -362,7 +362,7 @@ def row_of(figures: ShuffleFigures) -> str:
 
 
 def shuffle(*, batches: int = 40) -> Iterator[Row]:
-    """How well the default lanes and window shuffle: the table of the note in docs/decisions.
+    """How well the default lanes and window shuffle: tests/plan/shuffles.json has the results.
 
     Each dataset is sorted by label: 100 labels, equally frequent. `entropy` is that of the labels
     of a batch of 256, as a share of what a permutation of all samples has: after the first epoch,

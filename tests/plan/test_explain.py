@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
 import sys
 from collections import Counter
 from pathlib import Path
@@ -279,7 +280,7 @@ def test_more_ranks_than_samples_in_a_batch_are_refused():
 
 
 ROOT = Path(__file__).resolve().parents[2]
-NOTE = ROOT / "docs" / "decisions" / "lanes-and-windows.md"
+SHUFFLES = Path(__file__).with_name("shuffles.json")
 _NAME = "shuffle_benchmark"
 
 
@@ -304,13 +305,11 @@ def script():
 
 @pytest.fixture(scope="module")
 def rows():
-    """The cells of the note's table, by dataset."""
-    table = NOTE.read_text().split("| dataset | lanes |")[1].split("\n\n")[0].splitlines()[2:]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
-    return {name: rest for name, *rest in cells}
+    """The cells of the simulations, by dataset."""
+    return {name: rest for name, *rest in json.loads(SHUFFLES.read_text())["rows"]}
 
 
-def test_the_note_has_the_defaults_of_every_dataset(script, rows):
+def test_simulations_have_the_defaults_of_every_dataset(script, rows):
     assert list(rows) == [shape.name for shape in script.SHAPES]
     for shape in script.SHAPES:
         counts = np.full(shape.blocks, shape.rows)
@@ -320,7 +319,7 @@ def test_the_note_has_the_defaults_of_every_dataset(script, rows):
 
 
 @pytest.mark.parametrize("at", [0, 1, 2, 4, 8])
-def test_datasets_of_few_blocks_shuffle_as_the_note_says(script, rows, at):
+def test_datasets_of_few_blocks_shuffle_as_simulated(script, rows, at):
     shape = script.SHAPES[at]
     found = script.figures(shape, 12)
     assert found.missed == ()
@@ -332,7 +331,7 @@ def test_datasets_of_few_blocks_shuffle_as_the_note_says(script, rows, at):
     assert cells[8:] == rest
 
 
-def test_the_plan_shows_the_entropy_that_the_note_has(rows, script):
+def test_the_plan_shows_the_entropy_that_was_simulated(rows, script):
     for shape in script.SHAPES:
         counts = np.full(shape.blocks, shape.rows)
         sizes = BlockSizes.of(counts, counts * shape.sample_bytes)
