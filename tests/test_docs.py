@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import upstream
 from warm import WarmPython
 
 from dataplane.model.config import VERSION
@@ -148,9 +147,3 @@ def test_the_docs_grow_no_longer():
 
 def test_the_changelog_has_this_version():
     assert f"## [{VERSION}]" in (ROOT / "CHANGELOG.md").read_text()
-
-
-def test_the_docs_list_all_exceptions_to_the_suites_of_others():
-    page = (ROOT / "docs" / "datasets.md").read_text()
-    told = dict(re.findall(r"^\| `(Test[^`]+)` \| (.+) \|$", page, re.MULTILINE))
-    assert told == upstream.EXCEPTIONS

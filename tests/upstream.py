@@ -4,9 +4,8 @@
 
 PyTorch's test/test_dataloader.py, and test/stateful_dataloader/ of torchdata, run unchanged: what
 they import as torch.utils.data.DataLoader, or as StatefulDataLoader, is dataplane_torch.DataLoader,
-in every process that they start, whatever way they start it. The tests in EXCEPTIONS are left out;
-docs/datasets.md gives the same list. They need the packages expecttest, parameterized and psutil,
-and take about twenty minutes.
+in every process that they start, whatever way they start it. The tests in EXCEPTIONS are left out.
+The tests need the packages expecttest, parameterized and psutil, and take about twenty minutes.
 """
 
 from __future__ import annotations
