@@ -16,9 +16,13 @@ BY_FORMAT: Mapping[str, tuple[str, ...]] = {
         *(".tfrecords.gz", ".tfrecord.gz", ".tfrecords", ".tfrecord", ".tfrec.gz"),
         ".tfrec",
     ),
-    "tar": (".tar.gz", ".tgz", ".tar"),
-    "jsonl": (".jsonl.gz", ".ndjson.gz", ".json.gz", ".jsonl", ".ndjson"),
+    "tar": (".tar.zst", ".tar.gz", ".tgz", ".tar"),
+    "jsonl": (
+        *(".ndjson.zst", ".jsonl.zst", ".json.zst", ".ndjson.gz", ".jsonl.gz", ".json.gz"),
+        *(".ndjson", ".jsonl"),
+    ),
     "npy": (".npy",),
+    "mds": (".mds.zstd", ".mds.zst", ".mds.gz", ".mds"),
 }
 MANIFEST = ".manifest"
 """The suffix of a manifest, which `dataplane index` saves for a whole dataset."""

@@ -40,10 +40,8 @@ _BY_ENDING: Final[dict[tuple[str, ...], tuple[str, str]]] = {
         "transform)), since any torch Dataset works; or pack them into tar files of a few "
         'hundred MB (name.jpg beside name.cls) and pass those with transforms={"jpg": [...]}'),
     ),
-    (".mds", ".mds.zstd", ".mds.zst"): (
-        "one of MosaicML's MDS files",
-        ("pass a streaming.StreamingDataset over the folder as the first argument, or write the "
-        "samples as Parquet, Arrow, TFRecord, tar or JSON lines, which are read as they are"),
+    (".mds.br", ".mds.bz2", ".mds.snappy"): (
+        "one of MosaicML's MDS files in an unsupported compression", "use zstd, gzip or none"
     ),
     (".mp4", ".mov", ".mkv", ".webm", ".avi", ".wav", ".mp3", ".flac", ".ogg", ".m4a"): (
         "audio or video", f"{_AS_DATASET}, or pack such files into tar files of a few hundred MB"
@@ -59,12 +57,12 @@ _BY_ENDING: Final[dict[tuple[str, ...], tuple[str, str]]] = {
     (".pt", ".pth", ".pkl", ".pickle", ".safetensors"): (
         "Python objects, which nodes do not unpickle", f"{_AS_DATASET}, or {_CONVERT}"
     ),
-    (".jsonl.zst", ".jsonl.xz", ".jsonl.bz2", ".ndjson.zst", ".json.zst"): (
-        "JSON in an unsupported compression", "use gzip (.jsonl.gz), or none"
+    (".jsonl.xz", ".jsonl.bz2"): (
+        "JSON in an unsupported compression", "use zstd (.jsonl.zst), gzip (.jsonl.gz), or none"
     ),
-    (".tar.zst", ".tar.xz", ".tar.bz2", ".tzst"): (
+    (".tar.xz", ".tar.bz2", ".tzst"): (
         "a tar file in an unsupported compression",
-        "use none (images are compressed already), or gzip (.tar.gz)",
+        "use none (images are compressed already), zstd (.tar.zst) or gzip (.tar.gz)",
     ),
     (".json",): (
         "JSON, which must have one object per line",
@@ -138,6 +136,7 @@ BUILT_IN: Mapping[str, tuple[str, str]] = {
     "tar": ("dataplane.formats.tar", "Tar"),
     "jsonl": ("dataplane.formats.jsonl", "JsonLines"),
     "npy": ("dataplane.formats.npy", "Npy"),
+    "mds": ("dataplane.formats.mds", "Mds"),
 }
 # Formats whose names have parameters behind a colon.
 WITH_PARAMETERS: Mapping[str, tuple[str, str]] = {

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import io
+import itertools
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,11 +25,11 @@ from dataplane.formats.faults import corrupt
 from dataplane.model.errors import CorruptShard
 from dataplane.model.records import Region
 
-# Gzip and zlib shards, decompressed piece by piece with bounded memory; errors name the place.
+# Compressed shards, decompressed piece by piece with bounded memory; errors name the place.
 #
 # A compressed shard has no random access, so it is one block: it is fetched and decoded whole.
 #
-# Source:  RFC 1950, RFC 1952 (a gzip file may hold several members, one after the other).
+# Source:  RFC 1950, RFC 8878, RFC 1952 (a gzip file may hold several members, one after the other).
 
 PROBE_BYTES = 64 << 10
 """The size of a read if only a few bytes are needed."""
@@ -41,19 +42,27 @@ RATIO_FLOOR_BYTES = 256 << 20
 INFLATED_BYTES_MAX = 16 << 30
 
 _GZIP = b"\x1f\x8b\x08"
+_ZSTD = b"\x28\xb5\x2f\xfd"
 _ZLIB = (b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
 
 
 def is_compressed(head: bytes) -> bool:
-    """Return whether data that starts like this is gzip or zlib data."""
-    return head.startswith(_GZIP) or head.startswith(_ZLIB)
+    """Return whether data that starts like this is gzip, zlib or zstd data."""
+    return head.startswith((_GZIP, _ZSTD, *_ZLIB))
 
 
 def inflate(url: str, pieces: Iterable[Buffer]) -> Iterator[bytes]:
-    """Yield the decompressed data of a gzip or zlib shard, in pieces of at most 1 MiB.
+    """Return the decompressed data of a gzip, zlib or zstd shard, in pieces of at most 1 MiB.
 
     Raises:  CorruptShard: damaged, truncated, followed by garbage, or a decompression bomb.
     """
+    pieces = iter(pieces)
+    first = bytes(memoryview(next(pieces, b"")))
+    engine = _inflate_zstd if first.startswith(_ZSTD) else _inflate_zlib
+    return engine(url, itertools.chain([first], pieces))
+
+
+def _inflate_zlib(url: str, pieces: Iterable[Buffer]) -> Iterator[bytes]:
     engine = None
     fed = made = members = 0
     for feed in _slices(pieces):
@@ -91,6 +100,48 @@ def inflate(url: str, pieces: Iterable[Buffer]) -> Iterator[bytes]:
             expected="the end of the gzip stream",
             found="the end of the shard",
         )
+
+
+class _Feed:
+    """A file that reads these pieces, for pyarrow; `fed` bytes of them were read."""
+
+    closed = False
+
+    def __init__(self, pieces: Iterable[Buffer]) -> None:
+        self._slices = _slices(pieces)
+        self._rest = memoryview(b"")
+        self.fed = 0
+
+    def read(self, length: int) -> memoryview:
+        """Read up to `length` bytes."""
+        while not self._rest and (piece := next(self._slices, None)) is not None:
+            self._rest = piece
+        part, self._rest = self._rest[:length], self._rest[length:]
+        self.fed += len(part)
+        return part
+
+    def close(self) -> None:
+        """Do nothing: the pieces belong to the caller."""
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+
+def _inflate_zstd(url: str, pieces: Iterable[Buffer]) -> Iterator[bytes]:
+    feed, made = _Feed(pieces), 0
+    with pa.CompressedInputStream(pa.PythonFile(feed, mode="r"), "zstd") as stream:
+        while True:
+            try:
+                piece: bytes = stream.read(PIECE_BYTES)
+            except OSError as fault:
+                what = f"damaged or truncated compressed data ({str(fault)[:200]})"
+                raise corrupt(url, feed.fed, what) from fault
+            if not piece:
+                return
+            made += len(piece)
+            _check_bomb(url, feed.fed, made)
+            yield piece
 
 
 def _slices(pieces: Iterable[Buffer]) -> Iterator[memoryview]:
@@ -233,11 +284,14 @@ class Memory:
 
 
 class Inflated:
-    """A compressed shard, inflated while it is read. Offsets count inflated bytes."""
+    """A compressed shard, inflated while it is read. Offsets count inflated bytes. `pieces` are
+    those of the shard, if they are read otherwise than by its stream.
+    """
 
-    def __init__(self, shard: ShardReader) -> None:
+    def __init__(self, shard: ShardReader, pieces: Iterable[Buffer] | None = None) -> None:
         self._url = shard.url
-        self._pieces: Iterator[Buffer] = inflate(shard.url, shard.stream())
+        pieces = shard.stream() if pieces is None else pieces
+        self._pieces: Iterator[Buffer] = inflate(shard.url, pieces)
         self._start = 0
         self._held = bytearray()
 
@@ -275,7 +329,7 @@ def block_source(block: RawBlock, *, compressed: bool) -> Memory:
 
 
 def holds_compressed(block: RawBlock) -> bool:
-    """Return whether a fetched block is a whole shard that starts like gzip or zlib data."""
+    """Return whether a fetched block is a whole shard that starts like compressed data."""
     whole = block.place.offset == 0 and block.place.length == block.shard_bytes
     return whole and is_compressed(bytes(block.body[:4]))
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from sample_files import mds_bytes, zstd
 from shards import (
     MemoryShard,
     Row,
@@ -131,6 +132,22 @@ def document_write(rows: list[Row]) -> bytes:
     return np.concatenate([row["tokens"] for row in rows]).astype("<u2").tobytes()
 
 
+def mds_rows(count: int) -> list[Row]:
+    return [
+        {"box": [i, i + 1], "id": i, "list": [[i]] * (i % 3 + 1), "text": f"日本{i}"}
+        for i in range(count)
+    ]
+
+
+def mds_write(rows: list[Row]) -> bytes:
+    columns = {"box": "ndarray:int16:2", "id": "int", "list": "ndarray:uint32", "text": "str"}
+    arrays = {"box": np.int16, "list": np.uint32}
+    given = [
+        row | {name: np.array(row[name], kind) for name, kind in arrays.items()} for row in rows
+    ]
+    return mds_bytes(columns, given)
+
+
 @dataclass(frozen=True)
 class Case:
     """A way to write a shard. `sealed`: any truncation is detectable; None: a truncated shard may
@@ -191,12 +208,15 @@ CASES = {
     "jsonl-gzip": Case(
         "jsonl", plain_rows, lambda rows: zipped(json_lines(rows)), checked=everything
     ),
+    "jsonl-zstd": Case("jsonl", plain_rows, lambda rows: zstd(json_lines(rows))),
     "npy": Case(
         "npy",
         lambda count: [{"array": [[i, 1], [-i, 0]]} for i in range(count)],
         lambda rows: npy_bytes(np.array([row["array"] for row in rows], "<i4")),
     ),
     "npy-records": Case("npy", record_rows, record_write),
+    "mds": Case("mds", mds_rows, mds_write),
+    "mds-zstd": Case("mds", mds_rows, lambda rows: zstd(mds_write(rows))),
     "tokens-end": Case(
         "tokens:uint16,end=500", document_rows, document_write, sealed=None, is_raw=True
     ),

@@ -81,14 +81,14 @@ def test_a_dataset_has_one_format() -> None:
     ("urls", "says"),
     [
         (["d/n01/a.JPEG", "d/n01/b.JPEG"], r"an image: .*torchvision\.datasets\.ImageFolder"),
-        (["d/index.json", "d/shard.00000.mds"], r"MosaicML's MDS .*StreamingDataset"),
+        (["d/shard.00000.mds.br"], r"MosaicML's MDS .*use zstd, gzip or none"),
         (["d/a.csv"], r"a text table.*write_table\(pyarrow\.csv\.read_csv"),
         (
             ["s3://b/D/README.md", "s3://b/D/a.tar.gz"],
             r"list only the shards, for example s3://b/D/\*\.tar\.gz",
         ),
         (["d/a.json"], "JSON, which must have one object per line"),
-        (["d/a.jsonl.zst"], "use gzip"),
+        (["d/a.jsonl.xz"], "use zstd"),
         (["d/index.json"], "JSON, which must"),
     ],
 )

@@ -27,3 +27,9 @@ def test_documents_of_a_token_file_are_packed(tmp_path: Path) -> None:
         batches = list(loader)
     assert all(batch["tokens"].shape == (4, 16) for batch in batches[:-1])
     assert sum(int((batch["tokens"] == 1).sum()) for batch in batches) == 200
+
+
+def test_a_folder_of_mosaicml_comes_in_its_order(data_dir: Path) -> None:
+    with DataLoader(data_dir / "mds", 100) as loader:
+        ids = np.concatenate([batch["id"].numpy() for batch in loader])
+    assert ids.tolist() == list(range(len(ids)))
