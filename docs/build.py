@@ -1,15 +1,26 @@
-"""Write the site's source: the pages of docs/ and the top folder, and zensical's configuration.
+"""Write docs/reference from the code, and with a folder's name the source of the site there.
 
 `make docs` runs this, and then zensical. Navigation follows from SECTIONS, by the names of files.
 """
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import re
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+import click
+
+from dataplane import cli, settings
+from dataplane.commands.output import exit_code
+from dataplane.model import errors
+from dataplane.transforms import mixture_options, pack_options, stacks
+from dataplane.transforms.steps import registry
 
 ROOT = Path(__file__).resolve().parents[1]
 # What a reader comes to do, and its pages; a page belongs to the first pattern that matches it.
@@ -39,6 +50,183 @@ MOVED = {
 LINK = re.compile(r"(\]\()(?!https?://|#|mailto:)([^)#]+)((?:#[^)]*)?\))")
 # Python-Markdown knows no fence with more than its language: "```python test".
 FENCE = re.compile(r"^(```\w+) .+$", re.MULTILINE)
+
+
+# -- reference -------------------------------------------------------------------------------
+
+
+def module(path: str) -> ast.Module:
+    """The source of a module, which imports torch if it is imported."""
+    return ast.parse((ROOT / path).read_text())
+
+
+def class_named(tree: ast.Module, name: str) -> ast.ClassDef:
+    """A class of a module."""
+    return next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+
+
+def loader_class() -> ast.ClassDef:
+    """DataLoader."""
+    return class_named(module("loaders/dataplane_torch/loader.py"), "DataLoader")
+
+
+def line(text: str) -> str:
+    """A text as one line, which a table can hold."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def option_docs() -> dict[str, str]:
+    """What stands below each option's field, by name."""
+    found = {}
+    for path in ("loaders/dataplane_torch/options.py", "dataplane/transforms/options.py"):
+        for group in module(path).body:
+            if isinstance(group, ast.ClassDef) and group.name.endswith("Arguments"):
+                for field, text in zip(group.body, group.body[1:], strict=False):
+                    if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                        found[field.target.id] = inspect.cleandoc(text.value.value)
+    return found
+
+
+def arguments() -> Iterator[str]:
+    """Arguments by group, as the docstring of DataLoader lists them; then methods and values."""
+    loader, more = loader_class(), option_docs()
+    yield (
+        "`DataLoader` and `ShardedIterableDataset` over urls take these arguments, and torch's `drop_last` and `pin_memory`."
+        " Over a torch Dataset, `DataLoader` has those of torch ([datasets.md](../datasets.md)), `device` and"
+        " `snapshot_every_n_steps`. [Other loaders' names](../migrate/names.md) are in Migrate."
+    )
+    for text in ast.get_docstring(loader).splitlines():
+        argument = re.match(r"  (\w+(?:, \w+)*)(?:: ([\w, ]+?))?(?: = (\S+))?  +(.*)", text)
+        if argument:
+            names, kind, default, short = argument.groups()
+            for name in names.split(", "):
+                says = line(more.get(name, short))
+                yield f"| `{name}` | {kind or ''} | {f'`{default}`' if default else ''} | {says} |"
+        elif re.fullmatch(r"[A-Z][a-z ]+", text):
+            yield f"\n## {text}\n\n| argument | type | default | meaning |\n|---|---|---|---|"
+    yield "\n## Methods and attributes\n\n| name | meaning |\n|---|---|"
+    for node in loader.body:
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            says = ast.get_docstring(node).partition("\n\nRaises:")[0]
+            is_value = any(getattr(mark, "id", "") == "property" for mark in node.decorator_list)
+            names = ", ".join(argument.arg for argument in node.args.args[1:])
+            yield f"| `{node.name}{'' if is_value else f'({names})'}` | {line(says)} |"
+    values = [mixture_options.Mixture, mixture_options.Source, pack_options.Pack, stacks.Stack]
+    for value in [*values, *(getattr(registry, name) for name in registry.__all__)]:
+        given = ", ".join(
+            name if one.default is one.empty else f"{name}={one.default!r}"
+            for name, one in inspect.signature(value).parameters.items()
+        )
+        says = re.split("\n\n(?:Raises|Source):", inspect.getdoc(value))[0]
+        yield f"\n## {value.__name__}\n\n```text\n{value.__name__}({given})\n```\n\n{says}"
+
+
+def settings_page() -> Iterator[str]:
+    """A table of all settings."""
+    yield (
+        "A setting has one name everywhere: `--slab-bytes` as a flag of `dataplane serve`, `DATAPLANE_SLAB_BYTES` in the"
+        " environment, `slab_bytes` in `dataplane.toml`. A flag beats a variable, and a variable the file. `dataplane config"
+        " show` prints each value on this machine and where it came from. A trainer that starts its own node reads the"
+        " variables and the file.\n\n| setting | default | values | meaning |\n|---|---|---|---|"
+    )
+    for setting in settings.SETTINGS:
+        default = "from the machine"
+        if "fixed" in setting.default.__qualname__:
+            value = setting.default(None, {})
+            default = f"`{setting.kind.show(value)}`" if value != "" else "not set"
+        says = (default, setting.kind.allowed, setting.meaning)
+        yield f"| `{setting.name}` | {' | '.join(line(text) for text in says)} |"
+    others = ", ".join(f"`{name}`" for name in sorted(settings.OTHER_VARIABLES))
+    yield f"\nOther variables: {others}."
+
+
+def helps(command: click.Command, name: str) -> Iterator[tuple[str, str]]:
+    """The help of a command and of those below it, by name."""
+    context = click.Context(command, info_name=name, terminal_width=100, max_content_width=100)
+    yield name, command.get_help(context)
+    for below in getattr(command, "commands", {}).values():
+        yield from helps(below, f"{name} {below.name}")
+
+
+def commands() -> Iterator[str]:
+    """The help of each command."""
+    yield "`pip install dataplane-bench` adds `dataplane bench`."
+    for name, text in helps(cli.cli, "dataplane"):
+        if name != "dataplane":
+            yield f"\n## {name}\n\n```text\n{text}\n```"
+
+
+def errors_page() -> Iterator[str]:
+    """Each class of errors: its cause, and what to do."""
+    yield (
+        "Every error that Dataplane raises deliberately is a `DataplaneError`. Its message says what was wrong and where; the"
+        " details are attributes (`error.shard`), None if unknown. A traceback and `dataplane` name the place on this page."
+    )
+
+    def tree(kind: type[errors.DataplaneError]) -> Iterator[str]:
+        cause, _, nouns = line(inspect.getdoc(kind)).partition(" Nouns: ")
+        bases = "" if kind is errors.DataplaneError else f" A `{kind.__base__.__name__}`."
+        yield f"\n## {kind.__name__}\n\n{cause}{bases}\n\n- What to do: {kind.remedy}."
+        if nouns:
+            yield f"- Attributes: {nouns.rstrip('.')}."
+        yield f"- Exit status of `dataplane`: {exit_code(kind(''))}."
+        for below in kind.__subclasses__():
+            yield from tree(below)
+
+    yield from tree(errors.DataplaneError)
+
+
+STATE = {
+    "version": "the version of this form",
+    "spec_digest": "a hash of the job: dataset, options and seed",
+    "epoch": "the epoch, from 0",
+    "cursor": "how many of its samples all ranks together have consumed",
+    "sample_count": "how many samples the epoch has",
+    "order": "the version of the [order](../order.md)",
+    "options": "the options that differ from their defaults; long ones as hashes",
+    "dataset": "hashes of the shards: `content` with their ETags, `layout` without",
+    "values": "the texts of options that are hashes in `options`",
+    "pixels": "the software that decoded the images",
+    "in_last_step": "whether it was taken in the last step of the epoch before",
+    "digest": "a digest of all rows so far, by which two runs can be compared",
+    "mixture": "the weights of a mixture, and each change of them",
+    "ledger": "the last entry of the job's [ledger](../ledger.md) that it depends on",
+    "stages": "the former stages of a run that has changed its recipe",
+}
+
+
+def states() -> Iterator[str]:
+    """The keys of a state."""
+    yield (
+        "`loader.state_dict()` over urls is a dict of plain values, the same on every rank, of about a kilobyte. A loader"
+        " with equal options and dataset accepts it, on any number of ranks; each difference is named by the error that"
+        " refuses it ([training.md](../training.md#resume)). Keys after `dataset` are there only if they apply; a key that a"
+        " version does not know is ignored. A state over a torch Dataset has those of its workers and samplers instead"
+        " ([datasets.md](../datasets.md)).\n\n| key | value |\n|---|---|"
+    )
+    state = class_named(module("dataplane/client/state.py"), "RunState")
+    method = next(node for node in state.body if getattr(node, "name", "") == "to_dict")
+    keys = [node.value for node in ast.walk(method) if isinstance(node, ast.Constant)]
+    yield from (f"| `{key}` | {says} |" for key, says in STATE.items() if key in keys)
+
+
+def reference() -> dict[str, str]:
+    """The pages of docs/reference, by their names."""
+    parts = {
+        "arguments": ("Arguments of a loader", arguments()),
+        "settings": ("Settings", settings_page()),
+        "commands": ("Commands", commands()),
+        "errors": ("Errors", errors_page()),
+        "states": ("States", states()),
+    }
+    note = "<!-- docs/build.py writes this page from the code: run it after a change there. -->"
+    return {
+        f"{name}.md": f"# {heading}\n\n{note}\n\n" + "\n".join(lines).rstrip() + "\n"
+        for name, (heading, lines) in parts.items()
+    }
+
+
+# -- site ------------------------------------------------------------------------------------
 
 
 def pages() -> dict[str, Path]:
@@ -124,4 +312,7 @@ def write(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]))
+    for name, text in reference().items():
+        (ROOT / "docs" / "reference" / name).write_text(text)
+    if sys.argv[1:]:
+        write(Path(sys.argv[1]))

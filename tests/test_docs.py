@@ -8,6 +8,8 @@ Python are forked from one that has torch.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import itertools
 import os
 import re
@@ -21,7 +23,12 @@ from pathlib import Path
 import pytest
 from warm import WarmPython
 
+from dataplane import cli, settings
+from dataplane.base.suffixes import BY_FORMAT
+from dataplane.metrics.table import METRICS
+from dataplane.model import errors
 from dataplane.model.config import VERSION
+from dataplane.transforms import mixture_options, pack_options
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -32,7 +39,7 @@ BUCKET = "s3://corpus/"
 LINK = re.compile(r"\]\((?!https?://|mailto:)([^)#]*)(?:#([^)]*))?\)")
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 # Lower it when a page becomes shorter. Pages that are generated from code do not count.
-WORDS_MAX = 103_000
+WORDS_MAX = 71_000
 site = runpy.run_path(str(ROOT / "docs" / "build.py"))
 
 
@@ -42,7 +49,7 @@ def examples(page: Path) -> list[tuple[str, str]]:
 
 def programs(page: Path) -> Iterator[tuple[str, list[str]]]:
     """What runs one after the other: a command, or examples in Python that share a process."""
-    for language, group in itertools.groupby(examples(page), key=lambda one: one[0]):
+    for language, group in itertools.groupby(examples(page), key=lambda example: example[0]):
         texts = [text for _, text in group]
         yield from [(language, texts)] if language == "python" else [("sh", [t]) for t in texts]
 
@@ -133,6 +140,88 @@ def test_links_of_the_docs_have_targets(page):
         if not target.exists() or (anchor and anchor not in slugs(target)):
             broken.append(f"{link}#{anchor}")
     assert not broken
+
+
+def options_of(name: str) -> set[str]:
+    """The arguments of a class of dataplane_torch, without an import of torch."""
+    if name in {"DataLoader", "ShardedIterableDataset"}:
+        body = site["loader_class"]().body
+        init = next(node for node in body if getattr(node, "name", "") == "__init__")
+        own = {argument.arg for argument in [*init.args.args, *init.args.kwonlyargs]} - {
+            "self",
+            "dataset",
+        }
+        return own | site["option_docs"]().keys()
+    module = pack_options if name == "Pack" else mixture_options
+    return set(inspect.signature(getattr(module, name)).parameters)
+
+
+def test_the_reference_has_every_argument_setting_command_error_metric_and_format():
+    pages = {path.stem: path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md")}
+    rows = [f"| `{name}` |" for name in site["option_docs"]()]
+    rows += [f"| `{name}` |" for name in settings.BY_NAME]
+    rows += [f"\n## dataplane {name}\n" for name in cli.cli.commands]
+    rows += [f"\n## {name}\n" for name, kind in vars(errors).items() if is_error(kind)]
+    rows += [f"`{metric.name}`" for metric in METRICS]
+    rows += [f"| {name} " for name in BY_FORMAT]
+    text = "\n".join(
+        [
+            *pages.values(),
+            *((ROOT / "docs" / f"{name}.md").read_text() for name in ("metrics", "formats")),
+        ]
+    )
+    assert [row for row in rows if row not in text] == []
+
+
+def is_error(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, errors.DataplaneError)
+
+
+def unknown_flags(line: str) -> list[str]:
+    """The commands and flags of a command line in a page that dataplane does not have."""
+    words = line.split()
+    command, group = None, cli.cli
+    for word in words[1:]:
+        if word in getattr(group, "commands", {}):
+            command = group = group.commands[word]
+    if command is None:
+        name = words[1] if len(words) > 1 and words[1].isalpha() else ""
+        return [] if not name or name.isupper() or name in {"bench", "--help"} else [name]
+    known = {flag for option in [*command.params, *cli.cli.params] for flag in option.opts}
+    flags = re.findall(r"(?<!\S)--[a-z][a-z-]*", line)
+    return [flag for flag in flags if flag not in known | {"--help"}]
+
+
+def calls(page: Path) -> Iterator[ast.Call]:
+    for text in re.findall(
+        r"^```python.*?\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL
+    ):
+        yield from (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=title)
+def test_a_page_names_nothing_that_does_not_exist(page):
+    text = page.read_text()
+    variables = {*settings.OTHER_VARIABLES, *(setting.variable for setting in settings.SETTINGS)}
+    wrong = {
+        name
+        for name in re.findall(r"\bDATAPLANE_[A-Z_]+\b", text)
+        if name not in variables and not settings._OF_OTHERS.fullmatch(name)
+    }
+    metrics = {metric.name for metric in METRICS} | {
+        "dataplane_torch",
+        "dataplane_bench",
+        "dataplane_loader",
+    }
+    for name in re.findall(r"\bdataplane_[a-z0-9_]+\b", text):
+        wrong |= {name} if re.sub("_(bucket|sum|count)$", "", name) not in metrics else set()
+    for line in re.findall(r"(?:^|`)(dataplane [^`\n]+)", text, re.MULTILINE):
+        wrong |= set(unknown_flags(line.split("#")[0].split("|")[0]))
+    for call in calls(page):
+        name = getattr(call.func, "id", "")
+        if name in {"DataLoader", "Pack", "Source", "Mixture", "ShardedIterableDataset"}:
+            wrong |= {key.arg for key in call.keywords if key.arg} - options_of(name)
+    assert wrong - {"DATAPLANE_ALLOWED_URL"} == set()  # an example of a misspelt one
 
 
 def test_navigation_names_every_page_once():

@@ -6,6 +6,7 @@ import ast
 import functools
 import gc
 import re
+import runpy
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,7 +37,7 @@ CRUMB_LINES_MAX = 80
 # Offences that are left, by rule and folder. A number may only fall: lower it when you can.
 LEFT = {
     "docstrings": {"dataplane": 0, "loaders": 0, "benchmarks": 0, "tests": 184},
-    "names": {"dataplane": 457, "loaders": 23, "benchmarks": 0, "tests": 2140},
+    "names": {"dataplane": 456, "loaders": 23, "benchmarks": 0, "tests": 2140},
     "functions": {"dataplane": 38, "loaders": 0, "benchmarks": 0, "tests": 42},
     "crumbs": {"dataplane": 3, "loaders": 3},
 }
@@ -392,3 +393,10 @@ def test_no_path_of_anyones_machine_is_written_down() -> None:
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if MACHINE_PATH.search(line)
     )
+
+
+def test_the_reference_says_what_the_code_says():
+    """If not, run `python docs/build.py` and commit docs/reference."""
+    folder = ROOT / "docs" / "reference"
+    written = {page.name: page.read_text() for page in folder.glob("*.md")}
+    assert written == runpy.run_path(str(ROOT / "docs" / "build.py"))["reference"]()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TextIO, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import TextIO
 
 from rich.console import Console
 from rich.markup import escape
@@ -52,26 +52,7 @@ _EXIT_OF: dict[type[BaseException], int] = {
     errors.DataplaneError: EXIT_UNREACHABLE,
 }
 
-_ADVICE: dict[type[BaseException], str] = {
-    errors.VersionMismatch: "install one version of dataplane-loader on every host, and restart",
-    errors.AccessDenied: "docs/security.md says who may make which call, and where tokens are",
-    errors.BudgetTooSmall: "raise the budget; `dataplane config show` says where it was set",
-    errors.ConfigError: "correct it and run the command again; --help has examples",
-    errors.ShardNotFound: "check the spelling and the store's endpoint",
-    errors.StoreDenied: "check the credentials in the environment and their permissions",
-    errors.StoreError: "check the network and the store; then run the command again",
-    errors.DatasetChangedError: "index the dataset again, or restore the shard as it was indexed",
-    errors.SchemaMismatch: "rewrite the shard with the dataset's schema, or leave it out",
-    errors.CorruptShard: "rewrite the shard from its source; retrying will not help",
-    errors.PeerLost: "check the address, and that the process runs there (`dataplane serve` "
-    "starts one)",
-    errors.LeaseError: "another launch of the job took over; stop this one, or start it again",
-    errors.DataStallError: "`dataplane status` shows which rank waits; look at its node's log",
-}
-
 NON_TERMINAL_WIDTH = 200
-
-T = TypeVar("T")
 
 
 def _console(stream: TextIO) -> Console:
@@ -175,9 +156,8 @@ def write_error(error: BaseException) -> None:
             if value is not None:
                 console.print(f"  {noun + ':':<12} {escape(printable(str(value)))}", soft_wrap=True)
         console.print(f"  {'kind:':<12} {type(error).__name__}")
-    advice = _first(_ADVICE, error)
-    if advice:
-        console.print(f"  {'what to do:':<12} {escape(advice)}", soft_wrap=True)
+        console.print(f"  {'what to do:':<12} {escape(error.remedy)}", soft_wrap=True)
+        console.print(f"  {'see:':<12} {error.page}", soft_wrap=True)
 
 
 def log_error(error: BaseException, status: int, *, with_traceback: bool) -> None:
@@ -190,12 +170,13 @@ def log_error(error: BaseException, status: int, *, with_traceback: bool) -> Non
 
 
 def _facts_of(error: BaseException, status: int, *, with_traceback: bool) -> dict[str, object]:
-    is_ours = isinstance(error, errors.DataplaneError)
+    ours = error if isinstance(error, errors.DataplaneError) else None
     facts: dict[str, object] = {
         "error": type(error).__name__,
         "message": redacted(str(error)),
-        "nouns": dict(error.nouns) if isinstance(error, errors.DataplaneError) else {},
-        "what_to_do": _first(_ADVICE, error) if is_ours else None,
+        "nouns": {} if ours is None else dict(ours.nouns),
+        "what_to_do": None if ours is None else ours.remedy,
+        "see": None if ours is None else ours.page,
         "exit_status": status,
     }
     if with_traceback:
@@ -217,8 +198,4 @@ def write_traceback(error: BaseException) -> None:
 
 def exit_code(error: BaseException) -> int:
     """Return the exit status for an error."""
-    return _first(_EXIT_OF, error) or EXIT_BUG
-
-
-def _first(by_class: Mapping[type[BaseException], T], error: BaseException) -> T | None:
-    return next((by_class[one] for one in type(error).__mro__ if one in by_class), None)
+    return next((_EXIT_OF[kind] for kind in type(error).__mro__ if kind in _EXIT_OF), EXIT_BUG)

@@ -31,7 +31,8 @@ DataplaneError
 The details of an error (shard, offset, field, …) are its *nouns*: keyword arguments that become
 attributes. An error is sent between processes as class name, message and nouns, never as a pickle.
 A noun that the class declares and that was not given is None. Neither the message nor a noun ever
-contains a password or a signature from a url.
+contains a password or a signature from a url. Below an error's message, a traceback names the place
+in docs/reference/errors.md that explains its class: a note, which is no part of `str(error)`.
 """
 
 from __future__ import annotations
@@ -78,12 +79,20 @@ class DataplaneError(Exception):
     nouns: Mapping[str, Noun]
     known: ClassVar[tuple[str, ...]] = ("peer",)
     """The nouns that this class adds to those of its base class."""
+    remedy: ClassVar[str] = "correct what the message names, and run it again"
+    """The advice to people who get this class or one below it."""
 
     def __init__(self, message: str, **nouns: Noun) -> None:
         super().__init__(redacted(message))
         self.nouns = {
             name: redacted(noun) if isinstance(noun, str) else noun for name, noun in nouns.items()
         }
+        self.add_note(f"see {self.page}")
+
+    @property
+    def page(self) -> str:
+        """The place in the documentation that explains this class of errors."""
+        return f"docs/reference/errors.md#{type(self).__name__.lower()}"
 
     def __getattr__(self, name: str) -> Noun:
         nouns = self.__dict__.get("nouns", {})
@@ -101,6 +110,7 @@ class DataplaneError(Exception):
 class ConfigError(DataplaneError):
     """You asked for the impossible: raised before any work."""
 
+    remedy: ClassVar[str] = "correct it and run the command again; --help has examples"
     known: ClassVar[tuple[str, ...]] = (
         "field",
         "key",
@@ -124,12 +134,14 @@ class SpecMismatch(ConfigError):
     may succeed after other ranks have closed their previous loaders.
     """
 
+    remedy: ClassVar[str] = "give all ranks, or the loader and its state, the same arguments"
     known: ClassVar[tuple[str, ...]] = ("reopened",)
 
 
 class BudgetTooSmall(ConfigError):
     """A memory budget cannot hold what must be in memory at once. Nouns: needed, budget."""
 
+    remedy: ClassVar[str] = "raise the budget; `dataplane config show` says where it was set"
     known: ClassVar[tuple[str, ...]] = ("needed", "budget")
 
 
@@ -138,20 +150,28 @@ class VersionMismatch(ConfigError):
     that we need. Nouns: expected, found.
     """
 
+    remedy: ClassVar[str] = "install one version of dataplane-loader on every host, and restart"
+
 
 class AccessDenied(ConfigError):
     """A token or certificate is missing, wrong, or does not allow this. Nouns: call."""
 
+    remedy: ClassVar[str] = "docs/security.md says who may make which call, and where tokens are"
     known: ClassVar[tuple[str, ...]] = ("call",)
 
 
 class ClosedError(DataplaneError):
     """You closed it, then used it."""
 
+    remedy: ClassVar[str] = "make a new loader: a closed one cannot be opened again"
+
 
 class PeerLost(DataplaneError):
     """The other side went away. Nouns: peer."""
 
+    remedy: ClassVar[str] = (
+        "check the address, and that the process runs there (`dataplane serve` starts one)"
+    )
     known: ClassVar[tuple[str, ...]] = ("peer", "last_error", "status")
 
 
@@ -160,18 +180,22 @@ class NotWrittenError(PeerLost):
     send the request again later. Nouns: peer.
     """
 
+    remedy: ClassVar[str] = "make room on the coordinator's disk; nodes then go on by themselves"
+
 
 class NeighbourGone(PeerLost):
     """Another node did not send a block or a slab, so it must come from elsewhere. Nouns: peer;
     `working` is true if that node is still making the slab, and may be asked for it again.
     """
 
+    remedy: ClassVar[str] = "none: the node reads the block elsewhere"
     known: ClassVar[tuple[str, ...]] = ("working",)
 
 
 class LeaseError(DataplaneError):
     """A membership ended."""
 
+    remedy: ClassVar[str] = "another launch of the job took over; stop this one, or start it again"
     known: ClassVar[tuple[str, ...]] = ("job", "member", "generation")
 
 
@@ -186,15 +210,20 @@ class LeaseFenced(LeaseError):
 class StoreError(DataplaneError):
     """The object store failed. Nouns: shard."""
 
+    remedy: ClassVar[str] = "check the network and the store; then run the command again"
     known: ClassVar[tuple[str, ...]] = ("shard", "attempts")
 
 
 class ShardNotFound(StoreError):
     """No such bucket, folder or object. Nouns: shard."""
 
+    remedy: ClassVar[str] = "check the spelling and the store's endpoint"
+
 
 class StoreDenied(StoreError):
     """Credentials missing or refused. Nouns: shard."""
+
+    remedy: ClassVar[str] = "check the credentials in the environment and their permissions"
 
 
 class StoreThrottled(StoreError):
@@ -214,12 +243,14 @@ class TruncatedRead(StoreError):
 class DatasetChangedError(DataplaneError):
     """The object has changed since it was indexed. Nouns: shard, expected, found."""
 
+    remedy: ClassVar[str] = "index the dataset again, or restore the shard as it was indexed"
     known: ClassVar[tuple[str, ...]] = ("shard", "expected", "found")
 
 
 class CorruptShard(DataplaneError):
     """The bytes are not what the format promises. Nouns: shard, offset, expected, found."""
 
+    remedy: ClassVar[str] = "rewrite the shard from its source; retrying will not help"
     known: ClassVar[tuple[str, ...]] = (
         "shard",
         "offset",
@@ -239,11 +270,14 @@ class ImageError(CorruptShard):
     index among the images being decoded.
     """
 
+    remedy: ClassVar[str] = 'rewrite the image, or pass bad_images="replace"'
     known: ClassVar[tuple[str, ...]] = ("reason", "key")
 
 
 class SchemaMismatch(CorruptShard):
     """A shard's schema differs from the dataset's. Nouns: shard, field, expected, found."""
+
+    remedy: ClassVar[str] = "rewrite the shard with the dataset's schema, or leave it out"
 
 
 class NotKept(DataplaneError):
@@ -251,6 +285,7 @@ class NotKept(DataplaneError):
     why the disk cannot be used at present; empty if the disk works.
     """
 
+    remedy: ClassVar[str] = "none: the node reads the block from the store"
     known: ClassVar[tuple[str, ...]] = ("trouble",)
 
 
@@ -260,12 +295,14 @@ class FunctionError(DataplaneError):
     (of the epoch) for a collate function.
     """
 
+    remedy: ClassVar[str] = "correct the function: the message has its traceback"
     known: ClassVar[tuple[str, ...]] = ("function", "shard", "block", "row", "column", "step")
 
 
 class RowOutOfBounds(DataplaneError):
     """A row lies outside its block or slab: a bug in Dataplane, please report it. Nouns: row."""
 
+    remedy: ClassVar[str] = "this is a bug in dataplane: please report it with the traceback"
     known: ClassVar[tuple[str, ...]] = ("row",)
 
 
@@ -274,6 +311,7 @@ class DataStallError(DataplaneError):
     if workers are calling one), and the number of blocks done and in total.
     """
 
+    remedy: ClassVar[str] = "`dataplane status` shows which rank waits; look at its node's log"
     known: ClassVar[tuple[str, ...]] = (
         "stage",
         "shard",

@@ -47,24 +47,56 @@ class ColumnArguments(TypedDict, total=False):
     """The arguments that say which columns batches have, and in which form."""
 
     columns: Sequence[str] | Mapping[str, object] | None
+    """The columns of a batch, in this order; all by default. The name of a struct means all of its
+    leaves. Or a dict of the type of each, as in `dtype`, with None for the stored type.
+    """
     dtype: Mapping[str, object] | None
+    """The types of columns of numbers, or of lists of them: `{"tokens": "int64"}`. Decimals and
+    digits in texts become numbers, too. A number that does not fit is an error.
+    """
     lists: str
+    """`"padded"`: one tensor, as wide as the longest list of its batch, and a column `name.length`.
+    `"ragged"`: values and offsets.
+    """
     pad_value: Numbers | None
+    """The number that fills padded lists, 0 by default, or a dict of one for each column."""
     max_length: Lengths | None
+    """The length after which longer lists are cut, or a dict of one for each column."""
     truncation_side: str
+    """The side of a longer list that is cut: `"right"` or `"left"`."""
     fill_null: Numbers | None
+    """The number that replaces nulls, or a dict of one for each column. Floats without one become
+    NaN; integers, bools and times need one.
+    """
     nulls: str
+    """`"fill"` replaces nulls as above; `"mask"` also adds a column of bools `name.is_null` for
+    each column that may have nulls.
+    """
     codes: Sequence[str] | None
+    """Columns that come as integers, in the order of their sorted values, which
+    `loader.categories("country")` returns. A new dataset is read once for that.
+    """
     stack: Mapping[str, Stack | Sequence[str]] | None
+    """Columns of one number a sample, joined into a tensor [B, columns]: `{"x": ["age", "price"]}`.
+    `Stack(["age", "price"], dtype="float32")` if their types differ.
+    """
 
 
 class RowArguments(TypedDict, total=False):
     """The arguments that choose rows."""
 
     where: str | None
+    """A condition on columns: `"lang == 'en' and score > 0.5"`. Only rows where it is true are
+    read.
+    """
     sample: float | None
+    """A share of the rows, chosen by a hash of each: 0.1 is a tenth."""
     split: Sequence[object] | None
+    """A part of the rows by their hash: `("train", 0.99)` and `("validation", 0.01)` never share a
+    row, and shards can be added. A range is `("test", 0.98, 0.99)`.
+    """
     limit: int | None
+    """A number of rows, the first ones."""
 
 
 ROW_ARGUMENTS: Final = tuple(RowArguments.__annotations__)

@@ -57,7 +57,8 @@ class DataLoader(LoaderBase[_T_co]):
     batches straight into memory that this process has mapped. `snapshot_every_n_steps` sets how
     often the states of datasets and samplers are taken; the loader's state is exact after any step.
 
-    Over urls a node reads, decodes and batches. These arguments apply; docs/arguments.md says more.
+    Over urls a node reads, decodes and batches. These arguments apply; more on each is in
+    docs/reference/arguments.md.
 
     Rows
       where: str                 a condition on columns: "lang == 'en' and score > 0.5"

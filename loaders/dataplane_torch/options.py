@@ -36,52 +36,112 @@ class OrderArguments(TypedDict, total=False):
     """The arguments about the order of samples, and which samples form a batch."""
 
     seed: int
+    """The number from which all randomness follows: runs with one seed have one order."""
     lanes: int | None
+    """In how many places of the dataset the shuffle reads at once; chosen from the dataset by
+    default.
+    """
     window: int | None
+    """Among how many samples of each lane the shuffle mixes; chosen from the dataset by default."""
     global_batch_size: int | None
+    """Samples of all ranks together, in place of `batch_size`: a run may then continue with another
+    number of ranks and keep its steps.
+    """
     end: str | None
+    """An incomplete last global batch. `"ragged"`: all ranks have as many steps, local batches
+    differ by one sample at most, and fewer samples than ranks join the step before. `"drop"`: as
+    `drop_last=True`. `"pad"`: samples from the epoch's start fill it, and `loader.valid_count` says
+    how many rows of the last batch are not padding.
+    """
 
 
 class ImageArguments(TypedDict, total=False):
     """The arguments about images."""
 
     transforms: Mapping[str, Sequence[Transform]] | None
+    """Columns of encoded images, and the steps that the node applies: `{"jpg":
+    [RandomResizedCrop(224), ToLayout("CHW")]}`.
+    """
     decode: str | None
+    """`"exact"` never decodes a JPEG at a reduced size, `"fast"` does for every geometry; by
+    default only random crops of at least twice the wanted size are.
+    """
     bad_images: str
+    """An image that cannot be decoded: `"raise"` ends the run with an ImageError, `"replace"`
+    delivers another row of the same block, the same one on all ranks.
+    """
 
 
 class FunctionArguments(TypedDict, total=False):
     """The arguments that make samples from rows: functions of the user, and packs."""
 
     map: Function | None
+    """A function of a module, or its name `"package.module:function"`. Workers call it over the
+    columns of each block, and keep the columns that it returns.
+    """
     collate: Function | None
+    """A function, as `map`, which workers call over each batch, with arrays in place of tensors. It
+    returns arrays of any shape, which come as tensors.
+    """
     pack: Pack | None
+    """`Pack("tokens", length=4096)`: each sample has several rows of tokens, with little padding.
+    With `policy="pad"` and `batch_size=None`, a sample is a padded batch of rows of similar length.
+    """
     balance: str | None
+    """`"cost"` gives all ranks packs of about the same cost at each step."""
 
 
 class PlaceArguments(TypedDict, total=False):
     """The arguments about this rank's place, and the part of each batch that it gets."""
 
     topology: Topology | None
+    """A Topology; by default `Topology.auto()` asks the mesh, the process group and the launcher.
+    """
     device_mesh: DeviceMesh | None
+    """A DeviceMesh, from which this rank's place follows."""
     batch_axes: Sequence[str | int] | None
+    """The axes of the mesh along which batches differ; by default known by their names."""
     dp_rank: int | None
+    """The data-parallel rank of this process, with `dp_size`."""
     dp_size: int | None
+    """The number of data-parallel ranks."""
     columns_by_stage: Mapping[int, Sequence[str]] | None
+    """The columns of each pipeline stage: `{0: ["tokens"], -1: ["labels"]}`. -1 is the last stage;
+    other stages get `{}`.
+    """
     sequence_part: Sequence[str] | None
+    """Columns of sequences [B, T] of which each context-parallel rank gets its part, as a view."""
 
 
 class JobArguments(TypedDict, total=False):
     """The arguments about the job as a whole."""
 
     format: str | None
+    """The name of the format, where the names of the shards do not say it."""
     service: str | None
+    """The address of a coordinator, `"10.0.0.1:7077"`; by default the setting `service`, or a node
+    of this process.
+    """
     name: str | None
+    """The name of the job; needed only where no launcher, process group or service tells runs
+    apart.
+    """
     sharing: str | None
+    """A name: equal jobs of one host with the same name decode each image only once."""
     dataset_moved: bool
+    """Accept a state although the ETags of its shards differ (of local files: modification times),
+    as after a copy. Names, sizes and blocks must be equal.
+    """
     on_bad: str
+    """Damaged rows, records and blocks: `"raise"` ends the run, `"replace"` delivers other rows in
+    their places.
+    """
     bad_max: float | None
+    """The share of an epoch's rows that `on_bad="replace"` may replace; 0.001 by default."""
     replay_first_slab: bool
+    """Repeat the first batches of each epoch, to measure the trainer alone. Such a run has no
+    state.
+    """
 
 
 class UrlOptions(
@@ -204,7 +264,7 @@ def _unexpected(taker: str, name: str, known: Collection[str]) -> str:
     said = f"{taker}() has no argument {name!r}"
     if name in BY_NAME:
         return f"{said}: it is a setting, not an argument of a loader. Set {ways_to_set(name, '…')}"
-    page = "docs/arguments.md lists them, with what those of other loaders are called here"
+    page = "docs/reference/arguments.md lists them, docs/migrate/ those of other loaders"
     return f"{said}{meant(name, known)} ({page})"
 
 
