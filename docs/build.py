@@ -28,8 +28,8 @@ SECTIONS = {
     "Start": ("start/*",),
     "Migrate": ("migrate/*",),
     "How to": (
-        *("howto/*", "language-models.md", "lightning.md", "accelerate.md", "transformers.md"),
-        "parallel/*",
+        *("howto/index.md", "howto/*", "language-models.md", "trainers.md"),
+        "parallel.md",
     ),
     "Reference": ("reference/*", "formats.md", "metrics.md", "order.md"),
     "Operate": (
@@ -37,7 +37,7 @@ SECTIONS = {
         "performance.md",
     ),
     "Contribute": ("contributing.md", "architecture.md", "benchmarks.md", "decisions/*"),
-    "Concepts": ("**/*.md",),
+    "Concepts": ("concepts.md", "**/*.md"),
 }
 # The order of the tabs, of which the first two patterns above are only the most particular ones.
 TABS = ("Start", "Migrate", "How to", "Concepts", "Reference", "Operate", "Contribute")
@@ -307,6 +307,7 @@ def write(folder: Path) -> None:
     for picture in (ROOT / "docs").rglob("*"):
         if picture.suffix in {".png", ".svg"}:
             target = folder / "pages" / picture.relative_to(ROOT / "docs")
+            target.parent.mkdir(exist_ok=True)
             shutil.copy(picture, target)
     (folder / "zensical.toml").write_text(configuration())
 
