@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,12 +77,15 @@ class Shape:
 
 
 class Node:
-    """`dataplane serve --node` on a host, started again a second after it ended."""
+    """`dataplane serve` on a host, a node or the coordinator, started again a second after it ended."""
 
     def __init__(self, host: Host, command: Sequence[str], environ: Mapping[str, str]) -> None:
         self.host, self.starts = host, 0
-        self._command, self._environ = [*host.within, *command], dict(environ)
-        self.log = Path(environ["DATAPLANE_STATE_DIR"], "node.log")
+        self._command, self.environ = [*host.within, *command], dict(environ)
+        self.folder = Path(environ["DATAPLANE_STATE_DIR"])
+        self.folder.mkdir()
+        self.log = self.folder / "node.log"
+        self.before_start: Callable[[], None] = lambda: None
         self._closing = threading.Event()
         self.process = self._started()
         self._supervisor = threading.Thread(target=self._supervise, daemon=True)
@@ -103,10 +106,11 @@ class Node:
         self._supervisor.join()
 
     def _started(self) -> subprocess.Popen[bytes]:
+        self.before_start()
         self.starts += 1
         with self.log.open("ab") as log:
             return subprocess.Popen(
-                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environ
+                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environ
             )
 
     def _supervise(self) -> None:
@@ -194,6 +198,8 @@ class Service:
     environ: dict[str, str]
     python: WarmPython
     nodes: list[Node] = field(default_factory=list)
+    control: list[Node] = field(default_factory=list)
+    """The coordinator's process."""
 
     @property
     def coordinator(self) -> Host:
@@ -254,9 +260,12 @@ class Service:
 
 
 @contextlib.contextmanager
-def started(folder: Path, hosts: list[Host], shape: Shape, mib: int) -> Iterator[Service]:
-    """A store with a dataset of this size, a coordinator with TLS and a token, and the nodes. This
-    process is on the first host, with the coordinator; the store is on the second.
+def started(
+    folder: Path, hosts: list[Host], shape: Shape, mib: int, more: Mapping[str, str] | None = None
+) -> Iterator[Service]:
+    """A store with a dataset of this size, a coordinator with TLS and a token, and the nodes, with
+    more environment. This process is on the first host, with the coordinator; the store is on the
+    second.
     """
     coordinator, store = hosts[:2]
     with contextlib.ExitStack() as stack:
@@ -279,14 +288,18 @@ def started(folder: Path, hosts: list[Host], shape: Shape, mib: int) -> Iterator
             "DATAPLANE_SLAB_BYTES": str(SLAB_BYTES), "DATAPLANE_DELIVERY_BYTES_PER_RANK": f"{DELIVERY_MIB}MiB",
         }  # fmt: skip
         made = Service(folder, hosts, shape, row_count, environ, python)
-        stack.enter_context(_coordinator(made))
-        for host in hosts[2:]:
-            own = folder / host.name
-            own.mkdir()
-            folders = {"DATAPLANE_STATE_DIR": str(own), "DATAPLANE_CACHE_DIR": str(own)}
-            command = _dataplane("serve", "--node", "--data-listen", ":0", "--join", made.address)
-            made.nodes.append(Node(host, command, environ | folders))
-            stack.callback(made.nodes[-1].close)
+        at_node = ("--node", "--data-listen", ":0", "--join", made.address)
+        roles = {coordinator: ("--coordinator", "--listen", made.address)} | dict.fromkeys(
+            hosts[2:], at_node
+        )
+        for host, role in roles.items():
+            own = str(folder / host.name)
+            folders = {"DATAPLANE_STATE_DIR": own, "DATAPLANE_CACHE_DIR": own}
+            process = Node(host, _dataplane("serve", *role), environ | folders | dict(more or {}))
+            stack.callback(process.close)
+            (made.control if host is coordinator else made.nodes).append(process)
+            if host is coordinator:
+                _wait_for(process.log, "ready: coordinator", process.process)
         for node in made.nodes:
             _wait_for(node.log, "ready: node", node.process)
         yield made
@@ -303,25 +316,6 @@ def _store_log(port: int, log: Path) -> Iterator[int]:
             yield int(process.stdout.readline())
         finally:
             process.kill()
-
-
-@contextlib.contextmanager
-def _coordinator(service: Service) -> Iterator[None]:
-    state = service.folder / "coordinator"
-    state.mkdir()
-    command = _dataplane("serve", "--coordinator", "--listen", service.address)
-    environ = {**service.environ, "DATAPLANE_STATE_DIR": str(state)}
-    log = state / "coordinator.log"
-    with log.open("ab") as out:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environ
-        )
-    try:
-        _wait_for(log, "ready: coordinator", process)
-        yield
-    finally:
-        process.kill()
-        process.wait()
 
 
 def _dataplane(*arguments: str) -> list[str]:

@@ -19,11 +19,15 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def run(*arguments: str) -> dict[str, object]:
+def lines_of(*arguments: str) -> list[str]:
     command = [sys.executable, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"
-    return json.loads(done.stdout.splitlines()[-1])
+    return done.stdout.splitlines()
+
+
+def run(*arguments: str) -> dict[str, object]:
+    return json.loads(lines_of(*arguments)[-1])
 
 
 def test_hosts_reach_each_other_until_they_are_cut_off_silently():
@@ -65,3 +69,10 @@ def test_hosts_that_fail_cost_no_sample_and_no_trainer():
     told = run(str(TESTS / "hosts.py"), "--quick", "--json")
     assert len(told["rounds"]) == 3
     assert told["epochs_with_faults"] >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_upgrades_and_a_restored_database_cost_no_sample():
+    lines = lines_of(str(TESTS / "soak.py"), "--minutes", "1")
+    assert any("each once an epoch, in the planned order" in line for line in lines)
