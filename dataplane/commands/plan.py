@@ -24,7 +24,13 @@ from dataplane.commands.options import (
     workers_option,
 )
 from dataplane.commands.plan_mixture import AskedMixture, Question, mixture_options
-from dataplane.commands.plan_reads import reads_and_advice, show_host_counts, show_reads
+from dataplane.commands.plan_reads import (
+    fleet,
+    reads_and_advice,
+    show_fleet,
+    show_host_counts,
+    show_reads,
+)
 from dataplane.model.records import End, View
 
 if TYPE_CHECKING:
@@ -65,6 +71,13 @@ POSITIVE = click.IntRange(min=1)
     show_default=True,
     help="What happens to samples that do not fill the last global batch.",
 )
+@click.option(
+    "--fleet",
+    "with_fleet",
+    is_flag=True,
+    help="Also show memory, files and network of a host, and the coordinator's size, for 1 to "
+    "1,024 hosts.",
+)
 @pack_options
 @format_option
 @view_options
@@ -83,6 +96,7 @@ def plan(
     as_json: bool,
     end: str,
     packs: PacksAsked | None,
+    with_fleet: bool,
     **asked: int | None,
 ) -> None:
     """Explain an epoch: steps, which host reads what, memory of open windows, shuffle quality.
@@ -100,6 +114,7 @@ def plan(
     Examples:
       dataplane plan s3://bucket/train/ --dp-size 64 --global-batch 1024
       dataplane plan train.manifest --dp-size 512 --global-batch 4096 --lanes 1024 --json
+      dataplane plan train.manifest --global-batch 4096 --fleet
       dataplane plan train.manifest --global-batch 32 --no-shuffle --end drop
       dataplane plan tokens.manifest --global-batch 1024 --pack tokens,length=4096
       dataplane plan texts.manifest --global-batch 1024 --map mytext:f --pack tokens,length=4096
@@ -116,7 +131,7 @@ def plan(
 
         show_mixture(
             mixture, settings, view, question, packs=packs, format_name=format_name,
-            workers=workers, as_json=as_json,
+            workers=workers, as_json=as_json, with_fleet=with_fleet,
         )  # fmt: skip
         return
     config = node_config(settings)
@@ -129,7 +144,7 @@ def plan(
         counted = with_packs(manifest, packs, format_name, settings, view, question.seed)
         manifest, of_packs = counted.packs, counted.facts()
         spec = counted.spec()
-    _show(manifest, spec, question, config, of_packs, as_json=as_json)
+    _show(manifest, spec, question, config, of_packs, as_json=as_json, with_fleet=with_fleet)
 
 
 def _show(
@@ -140,20 +155,25 @@ def _show(
     of_packs: Mapping[str, object],
     *,
     as_json: bool,
+    with_fleet: bool,
 ) -> None:
     order, cluster, job, found = explained(manifest, spec, question)
     hosts = _hosts(manifest, order, cluster, question.global_batch)
     reads, said = reads_and_advice(manifest, job, cluster, config, order)
     warnings = (*said, *found.warnings)
+    sizes = fleet(found.by_host_count, config) if with_fleet else []
     if as_json:
         told = None if reads is None else dataclasses.asdict(reads)
         facts = {**dataclasses.asdict(found), "warnings": warnings}
+        of_packs = {**of_packs, **({"fleet": [*map(dataclasses.asdict, sizes)]} if sizes else {})}
         output.write_json({**facts, "hosts": hosts, "reads": told, **of_packs})
         return
     lines = _lines(manifest, found, question.global_batch)
     lines += [(name, output.show(value), "with --pack") for name, value in of_packs.items()]
     output.write_table(("", "", ""), lines)
     show_host_counts(found.by_host_count, are_reads_counted=True)
+    if with_fleet:
+        show_fleet(sizes, are_neighbours=bool(config.data_listen))
     if reads is not None:
         show_reads(reads)
     output.stdout().print()

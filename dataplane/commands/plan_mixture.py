@@ -16,7 +16,7 @@ from msgspec import structs
 
 from dataplane.commands import output
 from dataplane.commands.options import Settings
-from dataplane.commands.plan_reads import show_host_counts
+from dataplane.commands.plan_reads import fleet, show_fleet, show_host_counts
 from dataplane.model.errors import ConfigError, DatasetChangedError
 from dataplane.model.records import End, View
 
@@ -142,6 +142,7 @@ def show_mixture(
     format_name: str,
     workers: int,
     as_json: bool,
+    with_fleet: bool,
 ) -> None:
     """Open the mixture as a job, and print the plan of an epoch of it.
 
@@ -149,6 +150,7 @@ def show_mixture(
     """
     from dataplane.plan.cluster import Cluster
     from dataplane.plan.explain import explain_mixture
+    from dataplane.settings import node_config
 
     if packs is not None:
         view = packs.view(view)
@@ -157,8 +159,10 @@ def show_mixture(
     epoch = question.epoch
     explanation = explain_mixture(job.spec, manifests, cluster, epoch)
     explanation = dataclasses.replace(explanation, warnings=(*job.advice, *explanation.warnings))
+    sizes = fleet(explanation.by_host_count, node_config(settings)) if with_fleet else []
     if as_json:
-        output.write_json(dataclasses.asdict(explanation))
+        of_fleet = {"fleet": [*map(dataclasses.asdict, sizes)]} if sizes else {}
+        output.write_json({**dataclasses.asdict(explanation), **of_fleet})
         return
     output.write_table(("", "", ""), _lines(explanation))
     output.stdout().print()
@@ -174,6 +178,8 @@ def show_mixture(
     rows = [_row(source, explanation.sample_count) for source in explanation.sources]
     output.write_table(headings, rows, f"what epoch {epoch} has of each source")
     show_host_counts(explanation.by_host_count, are_reads_counted=False)
+    if with_fleet:
+        show_fleet(sizes, are_neighbours=bool(node_config(settings).data_listen))
     for warning in explanation.warnings:
         output.warn(warning)
 

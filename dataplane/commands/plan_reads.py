@@ -31,6 +31,13 @@ if TYPE_CHECKING:
 _OPEN_BLOCKS_MAX = 1 << 18
 # Copies of other nodes' blocks that are read ahead take at most this part of the memory.
 _AHEAD_PARTS = 3
+# Measured (2026-11): memory and descriptors of a node's process, descriptors of its lender, and a
+# coordinator with 1,000 nodes of ten ranks each (tests/many_nodes.py) beside an empty one.
+_NODE_BYTES, _NODE_FILES, _LENDER_FILES, _FILES_EACH = 100_000_000, 24, 7, 2
+_COORDINATOR_BYTES, _COORDINATOR_FILES = 62_000_000, 24
+_MEMBER_BYTES, _MEMBER_PROCESSORS, _RANKS_MEASURED = 14_000, 0.6 / 10_000, 10
+# Footers take this part of the block arena, or _FOOTER_BYTES_MIN.
+_FOOTER_PARTS, _FOOTER_BYTES_MIN = 16, 64 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -259,6 +266,82 @@ def show_host_counts(figures: Sequence[HostFigures], *, are_reads_counted: bool)
         for figure in figures
     ]
     output.write_table(headings, rows, "what each host takes, for so many hosts")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FleetFigures:
+    """The size of a service of `host_count` nodes with a coordinator. Memory is what the settings
+    allow a host at most. A host reads `store_bytes_alone` in its first epoch; with neighbours only
+    `store_bytes`, and it receives and sends `neighbour_bytes` each.
+    """
+
+    host_count: int
+    memory_bytes: int
+    descriptors: int
+    store_bytes_alone: int
+    store_bytes: int
+    neighbour_bytes: int
+    coordinator_processors: float
+    coordinator_memory_bytes: int
+    coordinator_descriptors: int
+
+
+def fleet(figures: Sequence[HostFigures], config: NodeConfig) -> list[FleetFigures]:
+    """Return the size of a service for each of these numbers of hosts.
+
+    Source:  docs/operations.md, Memory, and the measurements named above.
+    """
+    arena, workers = config.block_arena_bytes, config.worker_count_most
+    sizes = []
+    for figure in figures:
+        hosts, alone = figure.host_count, figure.bytes_read_per_host
+        ranks = figure.dp_size // hosts
+        share = round(alone / max(figure.reads_times_share, 1.0))
+        memory = arena + max(arena // _FOOTER_PARTS, _FOOTER_BYTES_MIN) + _NODE_BYTES
+        memory += ranks * config.delivery_bytes_per_rank + workers * config.worker_memory_bytes
+        files = _NODE_FILES + _FILES_EACH * (ranks + workers) + config.fetch_count
+        # On average, neighbours read as much from a node as it reads from others.
+        files += _LENDER_FILES + config.fetch_count if hosts > 1 else 0
+        members = hosts * max(ranks, _RANKS_MEASURED)
+        sizes.append(
+            FleetFigures(
+                hosts, memory, files, alone, share, alone - share,
+                round(members * _MEMBER_PROCESSORS, 4),
+                _COORDINATOR_BYTES + members * _MEMBER_BYTES, _COORDINATOR_FILES + hosts,
+            )
+        )  # fmt: skip
+    return sizes
+
+
+def show_fleet(sizes: Sequence[FleetFigures], *, are_neighbours: bool) -> None:
+    """Print what hosts and coordinator need. `are_neighbours`: a data port is set."""
+    size = output.approximate_bytes
+    headings = (
+        *("hosts", "memory, at most", "files, about", "from the store alone", "with neighbours"),
+        *("from and to neighbours", "coordinator: processors", "memory", "files"),
+    )
+    rows = [
+        (
+            f"{row.host_count:,}",
+            size(row.memory_bytes),
+            f"{row.descriptors:,}",
+            size(row.store_bytes_alone),
+            size(row.store_bytes),
+            size(row.neighbour_bytes),
+            f"{row.coordinator_processors:.2f}",
+            size(row.coordinator_memory_bytes),
+            f"{row.coordinator_descriptors:,}",
+        )
+        for row in sizes
+    ]
+    output.stdout().print()
+    output.write_table(headings, rows, "each host, reads in its first epoch, and the coordinator")
+    output.stdout().print(
+        "memory: the node's settings (`dataplane config show` prints them); files, processors and "
+        "the coordinator's memory: measured"
+        + ("" if are_neighbours else "; neighbours need data_listen, which is not set"),
+        soft_wrap=True,
+    )
 
 
 def show_reads(reads: PredictedReads) -> None:

@@ -255,3 +255,37 @@ def test_what_json_lacks_is_text(tmp_path: Path, capsys: pytest.CaptureFixture[s
     rows = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["rows"]
     assert [row["x"] for row in rows] == ["NaN", "Infinity", "-Infinity", -0.5]
     assert [row["l"] for row in rows] == [[row["x"]] for row in rows]
+
+
+def test_a_fleet_is_the_sum_of_its_settings_and_of_what_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "rows.parquet"
+    path.write_bytes(shard(0, 512, ROWS))
+    for name, value in {
+        "WORKER_COUNT": "2", "WORKER_MEMORY_BYTES": "256MiB", "DELIVERY_BYTES_PER_RANK": "64MiB",
+        "BLOCK_ARENA_BYTES": "2GiB", "FETCH_COUNT": "8", "CACHE_DIR": str(tmp_path / "cache"),
+    }.items():  # fmt: skip
+        monkeypatch.setenv(f"DATAPLANE_{name}", value)
+    found = planned(capsys, str(path), "--ranks-per-host", "4", "--fleet")
+    rows = {row["host_count"]: row for row in found["fleet"]}
+    assert list(rows) == [1 << power for power in range(11)]
+    mib = 1 << 20
+    assert {row["memory_bytes"] for row in rows.values()} == {
+        (2048 + 128 + 4 * 64 + 2 * 256) * mib + 100_000_000
+    }
+    assert rows[1]["descriptors"] == 24 + 2 * (4 + 2) + 8
+    assert rows[2]["descriptors"] == rows[1]["descriptors"] + 7 + 8
+    for hosts in found["by_host_count"]:
+        row = rows[hosts["host_count"]]
+        assert row["store_bytes_alone"] == hosts["bytes_read_per_host"]
+        assert row["store_bytes"] + row["neighbour_bytes"] == row["store_bytes_alone"]
+    assert not rows[1]["neighbour_bytes"]
+    assert rows[1024]["coordinator_descriptors"] == 24 + 1024
+    assert rows[1024]["coordinator_processors"] == pytest.approx(0.6 * 1.024, abs=1e-3)
+    assert rows[1024]["coordinator_memory_bytes"] == pytest.approx(0.2e9, rel=0.05)
+    assert "fleet" not in planned(capsys, str(path))
+    assert run(["plan", str(path), "--global-batch", "8", "--fleet"]) == 0
+    shown = capsys.readouterr().out
+    assert "neighbours need data_listen" in shown
+    assert "measured" in shown
