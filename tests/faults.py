@@ -119,7 +119,10 @@ class Fault:
     may: frozenset[str] = frozenset()
     map: str = ""
     step_s: float = 0.02
-    doctor: bool = True
+    has_run: bool = True
+    """Whether the same fault meets a run of `dataplane doctor URL`."""
+    service: str = ""
+    """What `dataplane doctor --join` says of the service; "" if all is well."""
     faster: int = FASTER
 
 
@@ -169,12 +172,12 @@ FAULTS = {
     "slow store": Fault(
         _mood(Mood.SLOW),
         "histogram_quantile(0.5, sum by (le) (rate(dataplane_store_request_seconds_bucket[10s]))) > 0.1",
-        "fetch", "storage", WAITS_FETCH,
+        "fetch", "storage", WAITS_FETCH, service="wait for storage",
     ),
     "throttling": Fault(
         _mood(Mood.WELL, *[Mood.SLOW_DOWN] * 3),
         'sum(rate(dataplane_store_errors_total{error="StoreThrottled"}[10s])) > 0.1',
-        "fetch", "storage", WAITS_FETCH | {"StoreThrottles"},
+        "fetch", "storage", WAITS_FETCH | {"StoreThrottles"}, service="wait for storage",
     ),
     "slow map": Fault(
         _nothing,
@@ -185,7 +188,8 @@ FAULTS = {
         frozenset({"TrainerWaits queue"}),  # for the only worker, which maps
         map="user_functions:pauses",
         step_s=0.0,
-        doctor=False,
+        has_run=False,
+        service="wait for decode",
     ),
     "slow trainer": Fault(
         _nothing,
@@ -195,13 +199,15 @@ FAULTS = {
     ),
     "dead node": Fault(
         _kill_node, "max(dataplane_nodes) < 2", "", "consumer", frozenset({"NodeGone"}),
-        frozenset({"TrainerStands", "RanksMissing"}), step_s=0.4, doctor=False,
+        frozenset({"TrainerStands", "RanksMissing"}), step_s=0.4, has_run=False,
+        service="was last seen",
     ),
     "hung fetcher": Fault(
         _hang_fetchers,
         'max(increase(dataplane_process_deaths_total{kind="fetcher"}[30s])) > 0',
         "fetch", "storage", frozenset({"ProcessesDie fetcher"}),
-        WAITS_FETCH | {"TrainerStuck fetch", "TrainerStands", "TrainerWaits other"}, doctor=False, faster=10,
+        WAITS_FETCH | {"TrainerStuck fetch", "TrainerStands", "TrainerWaits other"}, has_run=False, faster=10,
+        service="no byte came",
     ),
 }  # fmt: skip
 
@@ -299,6 +305,23 @@ def doctored(fault: Fault) -> str:
     return str(json.loads(done.stdout)["bound"]["stage"])
 
 
+def service_checked(scene: Scene) -> set[str]:
+    """Return what is wrong with the service, by `dataplane doctor --join`."""
+    command = [
+        *DATAPLANE,
+        "doctor",
+        "--join",
+        scene.services[0].address,
+        "--seconds",
+        "5",
+        "--json",
+    ]
+    environ = os.environ | {"DATAPLANE_TOKEN": TOKEN}
+    done = subprocess.run(command, capture_output=True, check=False, env=environ)
+    checks = json.loads(done.stdout)["checks"]
+    return {check["found"] for check in checks if check["advice"]}
+
+
 def tried(name: str, folder: Path) -> tuple[str, ...]:
     """Inject a fault; return a row of the table, whose last cell is "" if all is named rightly."""
     fault = FAULTS[name]
@@ -318,14 +341,24 @@ def tried(name: str, folder: Path) -> tuple[str, ...]:
                 wrong = missed if "nothing yet" in wrong else wrong & missed
             assert seen is not None
             took = time.monotonic() - began
-            doctor = doctored(fault) if fault.doctor else "-"
-            if fault.doctor and doctor != fault.bound:
+            doctor = doctored(fault) if fault.has_run else ""
+            if fault.has_run and doctor != fault.bound:
                 wrong.add("doctor")
+            deadline, said = time.monotonic() + SHOWN_S, service_checked(at)
+            while not _is_named(fault.service, said) and time.monotonic() < deadline:
+                said = service_checked(at)
+            if not _is_named(fault.service, said):
+                wrong.add("doctor --join")
+            doctor = "; ".join(filter(None, (doctor, *sorted(said))))
         finally:
             end()
     named, (stage, share), bound, _ = seen
     return (name, "yes" if named else "no", f"{stage} {share:.0%}", bound, doctor,
             ", ".join(sorted(alerts)) or "-", f"{took:.0f} s", ", ".join(sorted(wrong)))  # fmt: skip
+
+
+def _is_named(words: str, said: set[str]) -> bool:
+    return any(words in text for text in said) if words else not said
 
 
 def _wrong(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -21,6 +22,7 @@ from dataplane.commands.options import (
     format_option,
     interruptible,
     json_option,
+    security_given,
     setting_options,
     workers_option,
 )
@@ -29,6 +31,7 @@ from dataplane.model.records import ListPolicy
 
 if TYPE_CHECKING:
     from dataplane.client.statistics import Bound, FirstBatch
+    from dataplane.commands.doctor_checks import Check
     from dataplane.commands.doctor_run import Trial, TrialLength
     from dataplane.plan.manifest import Manifest
     from dataplane.rpc.messages import OpenJob
@@ -127,6 +130,9 @@ def doctor(
     It also divides the time until the first batch of a new loader: for the node's start, for the
     dataset's index, for storage and so on.
 
+    With --join and no URL, it looks at a running service for --seconds: which ranks wait for what,
+    and which nodes and stores are away. The exit status is 1 if something is wrong.
+
     With --security, it only looks at the settings of a service: who can reach it, with what, and
     until when. Give it the options that `dataplane serve` gets. The exit status is 1 if something
     is wrong.
@@ -139,12 +145,13 @@ def doctor(
       dataplane doctor s3://bucket/train/ --batch-size 256 --step-ms 180
       dataplane doctor /data/photos/ --batch-size 64 --transform "jpg=RandomResizedCrop(224)"
       dataplane doctor /data/train/ --worker-count 4 --json
+      dataplane doctor --join head-node:7077
       dataplane doctor --security --listen 10.0.0.1:7077
     """
     if only_security:
         return _check_security(settings, as_json=as_json)
     if not urls:
-        raise click.UsageError("Missing argument 'URL...'.")
+        return _check_service(settings, seconds, as_json=as_json)
     from dataplane.commands.doctor_run import TrialLength
 
     length = TrialLength(seconds, steps)
@@ -198,13 +205,29 @@ def _examine(
 
 
 def _check_security(settings: Settings, *, as_json: bool) -> int:
-    from dataplane.commands import doctor_checks, doctor_security
+    from dataplane.commands import doctor_security
 
-    checks = doctor_security.checks(settings)
+    return _report(doctor_security.checks(settings), "security", as_json=as_json)
+
+
+def _check_service(settings: Settings, seconds: float, *, as_json: bool) -> int:
+    from dataplane.commands import doctor_service
+
+    address = str(settings["join"].value)
+    if not address:
+        raise click.UsageError("Missing argument 'URL...', or --join for a running service.")
+    security = security_given(settings, listens=False)
+    checks = asyncio.run(doctor_service.checks(address, security, seconds))
+    return _report(checks, f"service at {address}", as_json=as_json)
+
+
+def _report(checks: Sequence[Check], title: str, *, as_json: bool) -> int:
+    from dataplane.commands import doctor_checks
+
     if as_json:
         output.write_json({"checks": [dataclasses.asdict(check) for check in checks]})
     else:
-        output.write_table(("check", "found", "advice"), doctor_checks.lines(checks), "security")
+        output.write_table(("check", "found", "advice"), doctor_checks.lines(checks), title)
     is_wrong = any(check.advice and not check.may_stay for check in checks)
     return output.EXIT_BAD_DATA if is_wrong else output.EXIT_OK
 

@@ -13,13 +13,24 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from dataplane_bench.processes import running, wait_until
-from fleet import own_nodes
+from fleet import Service, own_nodes
 from PIL import Image
 from servers import reach
+from trusted import TOKEN
 
 from dataplane.cli import run
 from dataplane.client import launch
-from dataplane.commands import doctor_checks, doctor_run
+from dataplane.commands import doctor_checks, doctor_run, doctor_service
+from dataplane.model.config import JobSpec
+from dataplane.model.records import Topology
+from dataplane.rpc.membership import (
+    JobStatus,
+    MemberStatus,
+    NodeReads,
+    NodeStatus,
+    StatusResponse,
+    StoreOutage,
+)
 
 LATENCY_MS = 250  # all other stages take less, on any machine
 SMALL = (
@@ -183,3 +194,53 @@ def test_without_huge_pages_for_shared_memory_doctor_says_how_to_allow_them(mode
     assert mode in found.found
     assert "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled" in found.advice
     assert not doctor_checks.huge_pages("advise").advice
+
+
+def status_of(
+    epoch: int, cursor: int, waited_s: float, bound: str, **node: object
+) -> StatusResponse:
+    member = MemberStatus(
+        "m", Topology(), "n", "joined", epoch, cursor, stall_s=waited_s, bound=bound
+    )
+    job = JobStatus(
+        "job", "s3://b", JobSpec("f" * 32), "d", 1, "running", 100, 1, members=(member,),
+        epoch=epoch, cursor=cursor, member_count=1,
+    )  # fmt: skip
+    of_node = {"last_seen_s": 1.0, "reads": NodeReads(read_bytes=cursor)} | node
+    return StatusResponse("0", "c", (job,), (NodeStatus("n", "host", 7, "0.1.0", **of_node),))
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "words"),
+    [
+        (status_of(0, 10, 1.0, "storage"), status_of(0, 20, 5.0, "storage"),
+         "1 of 1 ranks wait for storage, rank 0 80% of the time"),
+        (status_of(0, 10, 1.0, "storage"), status_of(0, 10, 6.0, "storage"), "no byte came"),
+        (status_of(0, 90, 9.0, "decode"), status_of(1, 5, 2.0, "decode"),
+         "wait for decode, rank 0 40% of the time"),
+        (status_of(0, 10, 1.0, "consumer"), status_of(0, 20, 4.0, "consumer"), ""),
+        (status_of(0, 10, 1.0, "storage"), status_of(0, 20, 1.1, "storage"), ""),
+        (status_of(0, 10, 0.0, ""), status_of(0, 20, 0.0, "", last_seen_s=60.0),
+         "was last seen 60 s ago, on host host, process 7"),
+        (status_of(0, 10, 0.0, "storage"),
+         status_of(0, 10, 5.0, "storage", stores_away=(StoreOutage("s3://b", 12.0, "HTTP 500"),)),
+         "s3://b has not answered for 12 s: HTTP 500"),
+    ],
+)  # fmt: skip
+def test_a_running_service_is_named_by_what_is_wrong_with_it(before, now, words):
+    wrong = [check.found for check in doctor_service.compared(before, now, 5.0) if check.advice]
+    assert any(words in found for found in wrong) if words else not wrong
+    if "S" not in words and "no byte" not in words:
+        assert not any("no byte came" in found for found in wrong)
+
+
+def test_a_service_without_jobs_has_nothing_wrong(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("DATAPLANE_TOKEN", TOKEN)
+    with Service(
+        "--listen", "127.0.0.1:0", "--coordinator", "--state-dir", str(tmp_path)
+    ) as service:
+        asked = ["doctor", "--join", service.address, "--seconds", "0.1", "--json"]
+        assert run(asked) == 0
+        assert json.loads(capsys.readouterr().out) == {"checks": []}
+    assert run(["doctor"]) == 2
+    assert "--join for a running service" in capsys.readouterr().err

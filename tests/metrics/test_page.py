@@ -38,6 +38,7 @@ WAITS_WHILE_SILENT = """
     ([time, waited_s, problem]) => waiting({job: "w"}, {name: "0", waited_s}, {time, problem})
 ).slice(-2).join()
 """
+FREED = "[[100, 0.01], [100, 0.5], [7, 0.95]].map(([rate, part]) => freed(rate, part)[0]).join()"
 DONE = "document.querySelector('#jobs dd')?.textContent"
 
 
@@ -69,6 +70,9 @@ def test_a_browser_shows_a_job_live_and_outlives_a_restart_of_the_service(
                 next(batches)
             browser.until(f"{DONE} !== {json.dumps(before)}")
             browser.until("document.querySelector('#own dd').textContent[0] === '1'")  # its worker
+            assert "free data would give" in browser.evaluate(
+                "document.querySelector('#jobs dl').textContent"
+            )
             browser.resize(360)
             assert browser.evaluate("document.documentElement.scrollWidth") <= 360
             browser.evaluate("document.forms.step.elements.step.value = '7'")
@@ -83,6 +87,7 @@ def test_a_browser_shows_a_job_live_and_outlives_a_restart_of_the_service(
         assert browser.evaluate("document.title") == "Dataplane"
         assert browser.evaluate("document.querySelectorAll('script, img').length") == 1
         assert browser.evaluate(WAITS_WHILE_SILENT) == "1,1"
+        assert browser.evaluate(FREED) == "no more,up to 200,at least 10 x"
         service.kill()
         browser.until("document.getElementById('live').textContent.startsWith('connection lost')")
         service.start()
