@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from dataplane.security.neighbour_keys import NeighbourKeys
 
 
+_trace, _audit = Trace("coordinator"), Trace("security")
+
 # -- journal -----------------------------------------------------------------------------------
 #
 # Pending writes to the store, merged by record and committed in groups by one thread.
@@ -74,6 +76,7 @@ class Journal:
         self._added = 0
         self._committed = 0
         self._commit: asyncio.Task[None] | None = None
+        self._fails_since: float | None = None
 
     async def open(self) -> list[Record]:
         """Open the store and read it.
@@ -126,10 +129,16 @@ class Journal:
         loop = asyncio.get_running_loop()
         try:
             await loop.run_in_executor(self._thread, store.write, tuple(writes.values()))
-        except BaseException:
+        except BaseException as error:
             self._waiting = writes | self._waiting
+            if isinstance(error, DataplaneError) and self._fails_since is None:
+                self._fails_since = time.monotonic()
+                _trace.failed("jobs that open wait for the database", error=error)
             raise
         self._committed = target
+        if self._fails_since is not None:
+            away_s, self._fails_since = time.monotonic() - self._fails_since, None
+            _trace.failed("the database is written again", after_s=round(away_s, 1))
 
     async def close(self) -> None:
         """Close the store; may be called twice. Pending writes are dropped."""
@@ -182,8 +191,6 @@ class KeyedNodes:
             self._keys = own_keys()
         return self._keys.key(job_id, generation, only_under)
 
-
-_trace, _audit = Trace("coordinator"), Trace("security")
 
 T = TypeVar("T")
 LEASE_S_MIN = 0.1
@@ -268,7 +275,7 @@ class Coordinator:
         if self._state is not None:
             self._state = None
             with contextlib.suppress(DataplaneError):
-                await self._flush()
+                await self._journal.commit()
         await self._journal.close()
 
     async def register_node(self, request: RegisterNodeRequest) -> RegisterNodeResponse:
@@ -326,7 +333,7 @@ class Coordinator:
         now = self._clock()
         if now - self._flushed_at >= self.config.progress_flush_s:
             self._flushed_at = now
-            await self._flush()
+            await self._journal.commit()
 
     async def _ask(self, event: Event, expected: type[T]) -> T:
         answer, durable = self._decide(event)
@@ -358,13 +365,6 @@ class Coordinator:
                 why=f"it has joined through the node {member.node_id} last",
             )
         return decision.answer, decision.durable
-
-    async def _flush(self) -> None:
-        try:
-            await self._journal.commit()
-        except DataplaneError as error:
-            _trace.failed("progress waits to be written", error=error)
-            raise
 
     async def _keep_ticking(self) -> None:
         period_s = min(1.0, self.config.lease_s / 10)

@@ -154,7 +154,7 @@ def limit(coordinator, pages):
     coordinator._journal._thread.submit(lambda: store._db.execute(statement).close()).result()
 
 
-def test_a_rank_waits_for_room_on_the_coordinators_disk_and_is_told_so(tmp_path):
+def test_a_rank_waits_for_room_on_the_coordinators_disk_and_is_told_so(tmp_path, caplog):
     async def main():
         coordinator, big = await without_room(tmp_path)
         names = {"job": "j", "coordinator": "c:1", "node": "n"}
@@ -173,6 +173,12 @@ def test_a_rank_waits_for_room_on_the_coordinators_disk_and_is_told_so(tmp_path)
         await refused.wait()
         limit(coordinator, 1 << 20)
         assert (await waiting).generation == 1
+        # The coordinator's log says once that it waits, however often it tries, and for how long.
+        lines = [line.getMessage() for line in caplog.records if "database" in line.getMessage()]
+        assert len(lines) == 2, lines
+        assert "jobs that open wait for the database" in lines[0]
+        assert "make room on that disk" in lines[0]
+        assert "the database is written again after_s=" in lines[1]
         await coordinator.close()
 
     asyncio.run(main())
@@ -222,7 +228,7 @@ def test_progress_that_cannot_be_written_waits_and_says_so(tmp_path, caplog):
         clock.now += 6
         with caplog.at_level(logging.WARNING), pytest.raises(NotWrittenError):
             await coordinator.tick()
-        assert "progress waits to be written" in caplog.text
+        assert "jobs that open wait for the database" in caplog.text
         assert is_behind(coordinator._journal)
         limit(coordinator, 1 << 20)
         await coordinator.close()
