@@ -21,7 +21,6 @@ from dataplane.rpc.membership import (
 from dataplane.security.security import Security
 
 _WAIT_MIN = 0.1
-_HOLD_S_MAX = 1.0
 _GONE_S = 10.0
 _WAIT_ADVICE = {
     "storage": "read more at once (fetch_count), keep blocks on disk (cache_bytes), let nodes lend "
@@ -73,20 +72,17 @@ def compared(before: StatusResponse, now: StatusResponse, span_s: float) -> list
 
 
 def _node(node: NodeStatus) -> list[Check]:
-    name, found = f"node {node.node_id}", []
+    name, checks = f"node {node.node_id}", list[Check]()
     if node.last_seen_s > _GONE_S:
         where = f"on host {node.host}, process {node.pid}"
-        found.append(
+        checks.append(
             Check(name, f"was last seen {node.last_seen_s:.0f} s ago, {where}",
                   "look whether it runs: its supervisor starts it again")
         )  # fmt: skip
     for store in node.stores_away[:4]:
         shown = f"{store.store} has not answered for {store.away_s:.0f} s: {store.error}"
-        found.append(Check(name, shown, "see the store's status, DNS, proxy and credentials"))
-    if node.longest_hold_s > _HOLD_S_MAX:
-        shown = f"its event loop was held for {node.longest_hold_s:.1f} s"
-        found.append(Check(name, shown, "give the host free processors"))
-    return found or [Check(name, f"answers, {node.version}")]
+        checks.append(Check(name, shown, "see the store's status, DNS, proxy and credentials"))
+    return checks or [Check(name, f"answers, {node.version}")]
 
 
 def _waits(before: JobStatus, now: JobStatus, silent: set[str], span_s: float) -> list[Check]:

@@ -163,10 +163,10 @@ def _show(
     warnings = (*said, *found.warnings)
     sizes = fleet(found.by_host_count, config) if with_fleet else []
     if as_json:
-        told = None if reads is None else dataclasses.asdict(reads)
+        predicted = None if reads is None else dataclasses.asdict(reads)
         facts = {**dataclasses.asdict(found), "warnings": warnings}
         of_packs = {**of_packs, **({"fleet": [*map(dataclasses.asdict, sizes)]} if sizes else {})}
-        output.write_json({**facts, "hosts": hosts, "reads": told, **of_packs})
+        output.write_json({**facts, "hosts": hosts, "reads": predicted, **of_packs})
         return
     lines = _lines(manifest, found, question.global_batch)
     lines += [(name, output.show(value), "with --pack") for name, value in of_packs.items()]
