@@ -330,7 +330,7 @@ def tried(name: str, folder: Path) -> tuple[str, ...]:
         end = fault.inject(at)
         try:
             began, wrong = time.monotonic(), {"nothing yet"}
-            seen, alerts = None, set[str]()
+            seen, alerts, said = None, set[str](), {"nothing yet"}
             while wrong and time.monotonic() < began + SHOWN_S:
                 _pause.wait(1.0)
                 alerts |= at.alerts()
@@ -338,17 +338,15 @@ def tried(name: str, folder: Path) -> tuple[str, ...]:
                 missed = _wrong(fault, *now)
                 if seen is None or len(missed) < len(_wrong(fault, *seen)):
                     seen = now
+                if not _is_named(fault.service, said):
+                    said = service_checked(at)
                 wrong = missed if "nothing yet" in wrong else wrong & missed
+                wrong |= set() if _is_named(fault.service, said) else {"doctor --join"}
             assert seen is not None
             took = time.monotonic() - began
             doctor = doctored(fault) if fault.has_run else ""
             if fault.has_run and doctor != fault.bound:
                 wrong.add("doctor")
-            deadline, said = time.monotonic() + SHOWN_S, service_checked(at)
-            while not _is_named(fault.service, said) and time.monotonic() < deadline:
-                said = service_checked(at)
-            if not _is_named(fault.service, said):
-                wrong.add("doctor --join")
             doctor = "; ".join(filter(None, (doctor, *sorted(said))))
         finally:
             end()

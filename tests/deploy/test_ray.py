@@ -1,10 +1,11 @@
 """dataplane.ray and its example on a local Ray.
 
-pip install 'ray[train]', then: pytest -m slow tests/deploy/test_ray.py
+pip install 'ray[data,train,tune]', then: pytest -m slow tests/deploy/test_ray.py
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -12,15 +13,17 @@ import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from dataplane_torch import DataLoader
+from dataplane_torch import DataLoader, RandomResizedCrop
+from PIL import Image
 
-pytest.importorskip("ray", reason="needs ray[train]")
+pytest.importorskip("ray", reason="needs ray[data,train,tune]")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(700)]
 
-EXAMPLE = Path(__file__).parents[2] / "deploy" / "examples" / "ray_train.py"
+EXAMPLES = Path(__file__).parents[2] / "deploy" / "examples"
 SMALL = {
     "DATAPLANE_BLOCK_ARENA_BYTES": "16MiB",
     "DATAPLANE_WORKER_COUNT": "1",
@@ -104,7 +107,7 @@ def test_the_example_goes_on_with_fewer_workers(tmp_path, url):
     environ = [f"{name}={value}" for name, value in SMALL.items()]
     for workers, steps in ((2, 40), (1, 70)):
         printed = run(
-            tmp_path, str(EXAMPLE), url, "--workers", str(workers), "--steps", str(steps),
+            tmp_path, str(EXAMPLES / "ray_train.py"), url, "--workers", str(workers), "--steps", str(steps),
             "--storage", str(tmp_path / "store"), "--every", "10", "--global-batch", str(BATCH),
             "--record", str(tmp_path / "ids"), "--environ", *environ,
         )  # fmt: skip
@@ -119,3 +122,28 @@ def test_the_example_goes_on_with_fewer_workers(tmp_path, url):
         while len(expected) < 70:
             expected += [sorted(batch["id"].tolist()) for batch in whole]
     assert {step: sorted(ids) for step, ids in rows.items()} == dict(enumerate(expected[:70], 1))
+
+
+def test_trials_of_tune_share_the_decode_of_what_ray_data_has_converted(tmp_path):
+    chance, shards = np.random.default_rng(0), tmp_path / "shards"
+    for number in range(96):
+        jpeg = io.BytesIO()
+        Image.fromarray(chance.integers(0, 256, (480, 640, 3), np.uint8)).save(jpeg, "JPEG")
+        path = tmp_path / "photos" / str(number % 3) / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(jpeg.getvalue())
+    printed = run(
+        tmp_path, str(EXAMPLES / "ray_tune.py"), str(tmp_path / "photos"), str(shards),
+        "--storage", str(tmp_path / "results"), "--cpus", "0.25", "--environ",
+        *(f"{name}={value}" for name, value in (SMALL | {"DATAPLANE_BLOCK_ARENA_BYTES": "256MiB"}).items()),
+    )  # fmt: skip
+    trials = [json.loads(line) for line in printed.splitlines() if line.startswith('{"lr"')]
+    assert [trial["rows"] for trial in trials] == [96] * 4
+    assert len({trial["loss"] for trial in trials}) == 4
+    crops = {"jpg": [RandomResizedCrop(64)]}
+    with DataLoader(str(shards), batch_size=16, shuffle=True, seed=7, transforms=crops) as loader:
+        labels = sorted(label for batch in loader for label in batch["label"].tolist())
+        alone_s = loader.statistics().assembling_s
+    assert labels == [0] * 32 + [1] * 32 + [2] * 32
+    # Each image is decoded for one trial; without sharing, the sum is four times as much.
+    assert sum(trial["assembling_s"] for trial in trials) < 2 * alone_s, (trials, alone_s)
