@@ -8,8 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+FILES = "files"
+"""The format of files that are rows themselves. Their suffixes do not mark shards: if there are
+shards of another format in the same folder, such files are left out.
+"""
 # The suffixes of each format in lower case, the longest first.
 BY_FORMAT: Mapping[str, tuple[str, ...]] = {
+    FILES: (".jpeg", ".webp", ".jpg", ".png"),
     "parquet": (".parquet", ".parq", ".pqt"),
     "arrow": (".arrows", ".arrow", ".feather", ".ipc"),
     "tfrecord": (
@@ -27,7 +32,10 @@ BY_FORMAT: Mapping[str, tuple[str, ...]] = {
 MANIFEST = ".manifest"
 """The suffix of a manifest, which `dataplane index` saves for a whole dataset."""
 
-_ALL = (MANIFEST, *(suffix for suffixes in BY_FORMAT.values() for suffix in suffixes))
+_ALL = (
+    MANIFEST,
+    *(suffix for name, own in BY_FORMAT.items() if name != FILES for suffix in own),
+)
 
 
 def path_of(url: str) -> str:

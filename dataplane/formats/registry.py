@@ -33,12 +33,10 @@ _CONVERT = "write it as Parquet, Arrow, TFRecord, tar or JSON lines, which are r
 _AS_DATASET = "pass a torch Dataset that reads it as the first argument"
 # By suffix: the kind of file, and the advice.
 _BY_ENDING: Final[dict[tuple[str, ...], tuple[str, str]]] = {
-    (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".heic", ".jxl",
-     ".jp2", ".ppm"): (
+    (".gif", ".bmp", ".tif", ".tiff", ".avif", ".heic", ".jxl", ".jp2", ".ppm"): (
         "an image",
-        ("load a folder of them with DataLoader(torchvision.datasets.ImageFolder(folder, "
-        "transform)), since any torch Dataset works; or pack them into tar files of a few "
-        'hundred MB (name.jpg beside name.cls) and pass those with transforms={"jpg": [...]}'),
+        ("convert them to JPEG, PNG or WebP, of which folders are read as they are; or pack them "
+        "into tar files of a few hundred MB (name.gif beside name.cls)"),
     ),
     (".mds.br", ".mds.bz2", ".mds.snappy"): (
         "one of MosaicML's MDS files in an unsupported compression", "use zstd, gzip or none"
@@ -130,6 +128,7 @@ INDEX_VERSION = 3
 
 # The module and class of each format, imported on demand: reading one format imports no other.
 BUILT_IN: Mapping[str, tuple[str, str]] = {
+    "files": ("dataplane.formats.files", "Files"),
     "parquet": ("dataplane.formats.parquet", "Parquet"),
     "arrow": ("dataplane.formats.arrow_ipc", "ArrowIpc"),
     "tfrecord": ("dataplane.formats.tfrecord", "TfRecord"),

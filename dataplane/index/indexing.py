@@ -18,15 +18,18 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
+from functools import cache, partial
+from itertools import groupby
 from typing import Self
 
+import pyarrow as pa
 from typing_extensions import Buffer
 
 from dataplane.base import collector, suffixes
 from dataplane.base.trace import Trace
 from dataplane.formats import registry
 from dataplane.formats.base import Format, ShardIndex
+from dataplane.formats.source import BLOCK_BYTES
 from dataplane.index.batches import KeepPreamble
 from dataplane.index.journal import (
     IndexJournal,
@@ -48,6 +51,7 @@ from dataplane.index.run import (
 from dataplane.index.shared_schema import SharedSchema
 from dataplane.model.config import NodeConfig
 from dataplane.model.errors import ConfigError, ShardNotFound
+from dataplane.model.joined import LABEL, Joined, runs
 from dataplane.model.records import ObjectInfo
 from dataplane.model.redact import redacted, unpinned
 from dataplane.plan.manifest import Manifest
@@ -58,7 +62,7 @@ from dataplane.store.connect import Stores, connect
 from dataplane.store.expand import expand, missing
 from dataplane.store.local import target_of
 from dataplane.store.reads import etag_of_size
-from dataplane.store.urls import FILE_PREFIX, Url, normalise
+from dataplane.store.urls import FILE_PREFIX, Url, braces, folder_of, literal_prefix, normalise
 
 __all__ = ["Connect", "IndexProgress", "KeepPreamble", "Progress", "SharedSchema"]
 
@@ -233,11 +237,17 @@ def index_dataset(
     with collector.resting():
         chosen, listed = choose_shards(expand(names, connect), names, format_name, connect)
         _warn_of_versions(listed)
+        values: dict[str, pa.Array] = {}
+        if chosen.name == suffixes.FILES:
+            listed, labels = joined_shards(listed, names)
+            values = {LABEL: pa.array(labels, pa.large_string())}
+            # These shards are made here, so nothing unknown is parsed.
+            index_shard, begin_batches = _index_here, None
         version = version_of(chosen)
         keys = shard_keys(version, listed)
     run = IndexRun(chosen, listed, progress, connect, index_shard or _index_here, begin_batches)
     if not cache_dir:
-        return run.manifest(names, run.indexed(workers, {}, keys, None))
+        return run.manifest(names, run.indexed(workers, {}, keys, None)).with_categories(values)
     journal = IndexJournal(cache_dir, dataset_name(version, names))
     try:
         key = listing_key(version, keys)
@@ -246,7 +256,7 @@ def index_dataset(
             collector.release(listed, keys)
             return finished
         indexes = run.indexed(workers, journal.remembered(), keys, journal)
-        manifest = run.manifest(names, indexes)
+        manifest = run.manifest(names, indexes).with_categories(values)
         journal.finish(key, manifest, zip(keys, indexes, strict=True))
     finally:
         journal.close()
@@ -299,6 +309,8 @@ def choose_shards(
     given = listed
     while True:
         formats = [registry.format_of_url(shard.url) for shard in listed]
+        if asked is None and any(f is not None and f.name != suffixes.FILES for f in formats):
+            formats = [f if f is not None and f.name != suffixes.FILES else None for f in formats]
         shards = _chosen(listed, formats, literal, asked)
         _check_links(listed, shards)
         _check_file_names(shards)
@@ -377,6 +389,47 @@ def _chosen(
     named = [s for s, f in by_suffix() if is_chosen(s, f) or unpinned(s.url) in literal]
     # Many TFRecord shards have no suffix at all (train-00000-of-01024).
     return named or [s for s, f in by_suffix() if f is None] or list(listed)
+
+
+# -- files -----------------------------------------------------------------------------------------
+#
+# Make shards of files that are rows: a block is a run of the listing, joined into one shard.
+
+_FILES_MAX = 256
+"""The most files in a block: each takes a request to its store."""
+
+
+def joined_shards(
+    listed: Sequence[ObjectInfo], names: Iterable[str]
+) -> tuple[list[ObjectInfo], list[str]]:
+    """Return the shards of these files, which the user's names matched, and all labels, sorted."""
+    roots, labels, shards = _roots(names), set[str](), list[ObjectInfo]()
+    root_of = cache(partial(_root_of, roots))
+    for root, infos in groupby(listed, lambda info: root_of(folder_of(info.url))):
+        for run in runs(infos, BLOCK_BYTES, _FILES_MAX):
+            joined = Joined(run, root)
+            labels.update(joined.labels())
+            shards.append(joined.listed(f"{run[0].url}+{len(run) - 1}"))
+    return shards, sorted(labels)
+
+
+def _roots(names: Iterable[str]) -> set[str]:
+    """Return the folders to which the names of files may be relative."""
+    patterns = [pattern for name in names for pattern in braces(name)]
+    return {
+        *(f"{pattern.rstrip('/')}/" for pattern in patterns),
+        *(folder_of(literal_prefix(pattern)) for pattern in patterns),
+    }
+
+
+def _root_of(roots: set[str], folder: str) -> str:
+    """Return the nearest of these folders that contains `folder`, or else `folder` itself."""
+    at = folder
+    while at not in roots:
+        at = at[: at.rfind("/", 0, -1) + 1]
+        if not at:
+            return folder
+    return at
 
 
 def _some(urls: Sequence[str]) -> str:

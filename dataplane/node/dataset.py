@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from dataplane.index.viewing import Projection
 from dataplane.model.config import JobSpec
+from dataplane.model.joined import MARK
 from dataplane.model.records import Kind, Region, View
 from dataplane.model.redact import redacted
 from dataplane.node.job_columns import (
@@ -351,8 +352,9 @@ def _marks(
 ) -> Marks:
     shards = manifest.shards
     # `preamble` has, for each shard, the bytes that are fetched with every block, -1 for a local
-    # file; `is_decoded`, whether the shard's blocks are decoded.
+    # file that can be mapped; `is_decoded`, whether the shard's blocks are decoded.
     is_local = shards.urls.starting_with(FILE_PREFIX.encode())
+    is_local &= ~shards.etags.starting_with(MARK.encode())
     preamble = np.where(is_local, -1, shards.preamble_length)
     is_decoded = ~shards.zero_copy if direct else np.ones(len(shards), np.bool_)
     fetched = preamble[manifest.block_shard]

@@ -73,7 +73,13 @@ class Stores:
             if store is None:
                 inner = open_store(base, self._request_timeout_s, self._policy)
                 store = Retrying(
-                    inner, base, self._budget_s, self._clock, self._observe, self._share
+                    inner,
+                    base,
+                    self._budget_s,
+                    self._clock,
+                    self._observe,
+                    self._share,
+                    self.connect,
                 )
                 self._open[key] = store
                 for pause in self.pauses.now():

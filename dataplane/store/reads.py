@@ -14,16 +14,21 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from typing import Protocol
 
 from typing_extensions import Buffer
 
 from dataplane.model.errors import DatasetChangedError, StoreError, TruncatedRead
+from dataplane.model.joined import Joined, head_of
 from dataplane.model.records import ObjectInfo
 from dataplane.store.base import Filling, Store
+from dataplane.store.urls import FILE_PREFIX
 
 
 class EndedEarlyError(Exception):
@@ -307,3 +312,59 @@ def fill(store: Store, url: str, offset: int, etag: str, *into: memoryview) -> N
         store.read_into(url, offset, etag, *into)
     else:
         copy_into(store.read(url, offset, sum(map(len, into)), etag), *into)
+
+
+# -- joined shards ---------------------------------------------------------------------------------
+#
+# Read shards that are joined from several objects (model/joined.py): many small reads at a time.
+#
+# Invariants:
+# 1. Each member is read from its own store, pinned to its own etag, with that store's retries. The
+#    error of a member names the member.
+# 2. The members are read into memory of their own, and then copied: two racing requests for a shard
+#    never write into the same memory.
+
+_AT_ONCE = 128
+Connect = Callable[[str], Store]
+
+
+def read_joined(connect: Connect, url: str, offset: int, length: int, etag: str) -> Buffer:
+    """Implement `Store.read` for a joined shard; `connect` returns the store of a member."""
+    head, body = head_of(etag), bytearray(length)
+    start = head[offset : offset + length]
+    body[: len(start)] = start
+    joined, at, view = Joined.of(url, etag), len(start), memoryview(body)
+    reads: list[Callable[[], None]] = []
+    is_remote = False
+    for number, skipped, size in joined.parts(len(head), offset, length):
+        member, into = joined.members[number], view[at : at + size]
+        at += size
+        is_remote = is_remote or not member.url.startswith(FILE_PREFIX)
+        reads.append(partial(_read, connect, member, skipped, into))
+    # Local files are read by one thread. It is another one than this, which may be in a race.
+    groups = [[read] for read in reads] if is_remote or not reads else [reads]
+    for ended in [_threads(os.getpid()).submit(_run, group) for group in groups]:
+        ended.result()
+    return body
+
+
+def stream_joined(connect: Connect, url: str, etag: str) -> Iterator[Buffer]:
+    """Implement `Store.stream` for a joined shard."""
+    joined = Joined.of(url, etag)
+    size = len(head_of(etag)) + sum(member.size_bytes for member in joined.members)
+    for offset in range(0, size, PIECE_BYTES):
+        yield read_joined(connect, url, offset, min(PIECE_BYTES, size - offset), etag)
+
+
+def _run(reads: Iterable[Callable[[], None]]) -> None:
+    for read in reads:
+        read()
+
+
+def _read(connect: Connect, member: ObjectInfo, skipped: int, into: memoryview) -> None:
+    fill(connect(member.url), member.url, skipped, member.etag, into)
+
+
+@cache
+def _threads(_process: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_AT_ONCE, "dataplane-member")

@@ -45,6 +45,7 @@ from dataplane.model.errors import (
     StoreError,
     StoreThrottled,
 )
+from dataplane.model.joined import is_joined
 from dataplane.model.records import ObjectInfo, StorePause
 from dataplane.model.redact import redacted
 from dataplane.store.base import (
@@ -59,7 +60,14 @@ from dataplane.store.base import (
 from dataplane.store.faults import Clock, Wait, fault_of
 from dataplane.store.listing import listed
 from dataplane.store.outage import Observe, Outage, Outages, Share
-from dataplane.store.reads import fill, in_pieces
+from dataplane.store.reads import (
+    Connect,
+    copy_into,
+    fill,
+    in_pieces,
+    read_joined,
+    stream_joined,
+)
 
 AWAY_AFTER_S = 1.0
 RETRIES_LOGGED_S = 60.0
@@ -328,7 +336,8 @@ class Retrying:
     """A store that retries the calls of another store, according to faults.FAULTS.
 
     `stream` reads in pieces, each in a separate call, so a failed stream resumes at the offset
-    reached. `name` is the store's url as shown to people.
+    reached. `name` is the store's url as shown to people. `connect` returns the store of any
+    url: shards that are joined from several objects are read object by object (reads.py).
     """
 
     def __init__(
@@ -339,8 +348,10 @@ class Retrying:
         clock: Clock | None = None,
         observe: Observe | None = None,
         share: Share = lambda _: None,
+        connect: Connect | None = None,
     ) -> None:
         self._inner = inner
+        self._connect = connect or (lambda _: self)
         self._budget_s = budget_s
         self._clock = clock or Clock()
         self._gate = Gate(name, self._clock, observe or Outages().note, share)
@@ -371,15 +382,23 @@ class Retrying:
         return self._call(f"head of {url}", url, lambda: self._inner.head(url))
 
     def read(self, url: str, offset: int, length: int, etag: str) -> Buffer:
+        if is_joined(etag):
+            return read_joined(self._connect, url, offset, length, etag)
         what = f"read of {url} bytes [{offset}, {offset + length})"
         return self._call(what, url, lambda: self._inner.read(url, offset, length, etag))
 
     def read_into(self, url: str, offset: int, etag: str, *into: memoryview) -> None:
         """Implement `base.Filling.read_into`, even if the other store has no such method."""
+        if is_joined(etag):
+            length = sum(map(len, into))
+            copy_into(read_joined(self._connect, url, offset, length, etag), *into)
+            return
         what = f"read of {url} bytes [{offset}, {offset + sum(map(len, into))})"
         self._call(what, url, lambda: fill(self._inner, url, offset, etag, *into))
 
     def stream(self, url: str, etag: str) -> Iterator[Buffer]:
+        if is_joined(etag):
+            return stream_joined(self._connect, url, etag)
         return in_pieces(self, url, etag)
 
     def trouble(self, url: str) -> StoreError | None:

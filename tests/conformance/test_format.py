@@ -32,6 +32,8 @@ from shards import (
 
 from dataplane.formats import registry
 from dataplane.model.errors import ConfigError, CorruptShard, SchemaMismatch
+from dataplane.model.joined import Joined, head_of
+from dataplane.model.records import ObjectInfo
 
 URL = "s3://bucket/folder/shard-00001"
 
@@ -86,6 +88,27 @@ def tf_write(rows: list[Row]) -> bytes:
         )
         for row in rows
     )
+
+
+def file_rows(count: int) -> list[Row]:
+    return [
+        {
+            "__key__": f"{'abc'[i % 3]}/{i:05d}.png",
+            "label": "abc"[i % 3],
+            "image": b"%d" % i * (i % 9),
+        }
+        for i in range(count)
+    ]
+
+
+def file_write(rows: list[Row]) -> bytes:
+    root = URL[: URL.rfind("/") + 1]
+    members = [
+        ObjectInfo(f"{root}{row['__key__']}", len(row["image"]), f"{at:x}")
+        for at, row in enumerate(rows)
+    ]
+    head = head_of(Joined(members, root).listed(URL).etag)
+    return head + b"".join(row["image"] for row in rows)
 
 
 def tar_rows(count: int) -> list[Row]:
@@ -202,6 +225,7 @@ CASES = {
     "tfrecord-gzip": Case(
         "tfrecord", tf_rows, lambda rows: zipped(tf_write(rows)), checked=everything
     ),
+    "files": Case("files", file_rows, file_write),
     "tar": Case("tar", tar_rows, tar_write),
     "tar-gzip": Case("tar", tar_rows, lambda rows: zipped(tar_write(rows)), checked=everything),
     "jsonl": Case("jsonl", plain_rows, json_lines, sealed=False),
@@ -391,9 +415,9 @@ def test_a_block_that_is_not_the_manifests_is_refused(case: Case, format_: regis
 def test_a_column_of_another_type_is_refused(case: Case, format_: registry.Format) -> None:
     content = case.write(case.rows(20))
     index = format_.index(MemoryShard(content))
-    name = "cls" if case.format_name == "tar" else index.schema.names[0]
+    name = {"tar": "cls", "files": "label"}.get(case.format_name, index.schema.names[0])
     at = index.schema.get_field_index(name)
-    other = {"tfrecord": pa.binary(), "tar": pa.int64()}
+    other = {"tfrecord": pa.binary(), "tar": pa.int64(), "files": pa.int64()}
     changed = index.schema.set(at, pa.field(name, other.get(case.format_name, pa.string())))
     if case.format_name == "tar":
         content = case.write([row | {"cls": "a dog"} for row in case.rows(20)])

@@ -1,0 +1,158 @@
+"""Several objects that are read as one shard.
+
+Such a shard has no object of its own. Its bytes are a head and then the bytes of its members, one
+after the other. The head is the shard's etag, which lists the members: names, sizes and etags. So
+whoever has the url and the etag of the shard can read it (`store/reads.py`), a manifest
+needs no further table, and equal etags mean equal bytes, as for any shard.
+
+Invariants:
+1. An etag is compressed, and names members relative to the shard's url: a file takes about 30 bytes
+   in a manifest, and a copy of a folder elsewhere has equal lists of names.
+2. A member may lie in another store than the shard's url says.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import struct
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import Self
+
+import msgspec
+from msgspec import Struct
+
+from dataplane.model.errors import CorruptShard
+from dataplane.model.records import ObjectInfo
+from dataplane.model.typed import complete
+
+MARK = "joined:"
+LABEL = "label"
+_LENGTH = struct.Struct("<Q")
+
+
+class _Members(Struct, frozen=True, array_like=True):
+    """The members as they are stored. The url of each is that of the one before, without its last
+    `dropped` characters, and with `added`; the first one follows the url of the shard.
+    """
+
+    dropped: list[int]
+    added: list[str]
+    sizes: list[int]
+    etags: list[str]
+    key_chars: int
+    rows: bytes
+
+
+class Joined(Struct, frozen=True):
+    """The members of a shard, in order. `root` is the folder to which their names are relative; ""
+    if they have no common one. `rows` is further data of the format that reads the shard.
+    """
+
+    members: Sequence[ObjectInfo]
+    root: str = ""
+    rows: bytes = b""
+
+    def listed(self, url: str) -> ObjectInfo:
+        """Return the shard as an object with this url, which must be unique in its dataset."""
+        dropped, added, last = [], [], url
+        for member in self.members:
+            folder = member.url[: member.url.rfind("/") + 1]
+            is_near = last.startswith(folder)
+            dropped.append(len(last) - len(folder) if is_near else len(last))
+            added.append(member.url[len(folder) :] if is_near else member.url)
+            last = member.url
+        is_below = self.root and self.members[0].url.startswith(self.root)
+        stored = _Members(
+            dropped,
+            added,
+            [member.size_bytes for member in self.members],
+            [member.etag for member in self.members],
+            len(self.members[0].url) - len(self.root) if is_below else -1,
+            self.rows,
+        )
+        packed = zlib.compress(msgspec.msgpack.encode(stored))
+        etag = f"{MARK}{base64.b64encode(packed).decode()}"
+        return ObjectInfo(url, len(head_of(etag)) + sum(stored.sizes), etag)
+
+    @classmethod
+    def of(cls, url: str, etag: str) -> Self:
+        """Invert `listed`.   Raises:  CorruptShard: the etag is damaged."""
+        try:
+            packed = base64.b64decode(etag.removeprefix(MARK), validate=True)
+            stored = msgspec.msgpack.decode(zlib.decompress(packed), type=complete(_Members))
+        except (binascii.Error, zlib.error, msgspec.DecodeError) as error:
+            raise CorruptShard(
+                f"{url}: the list of its files in the manifest is damaged: index the dataset again",
+                shard=url,
+            ) from error
+        urls, last = [], url
+        for count, text in zip(stored.dropped, stored.added, strict=True):
+            last = last[: len(last) - count] + text
+            urls.append(last)
+        members = [*map(ObjectInfo, urls, stored.sizes, stored.etags)]
+        root = urls[0][: len(urls[0]) - stored.key_chars] if stored.key_chars >= 0 else ""
+        return cls(members, root, stored.rows)
+
+    @classmethod
+    def of_head(cls, url: str, head: bytes | memoryview) -> Self:
+        """Return the members that the head of the shard lists."""
+        return cls.of(url, bytes(head[_LENGTH.size :]).decode())
+
+    def keys(self) -> list[str]:
+        """Return the names of the members below the root."""
+        return [member.url.removeprefix(self.root) for member in self.members]
+
+    def labels(self) -> list[str]:
+        """Return the label of each member: the first folder of its name, or else its folder."""
+        return [
+            key.partition("/")[0] if "/" in key else member.url.rsplit("/", 2)[-2]
+            for key, member in zip(self.keys(), self.members, strict=True)
+        ]
+
+    def parts(self, head_bytes: int, offset: int, length: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (member, offset in it, length) for each part of a range of the shard that lies
+        behind the head.
+        """
+        ends = accumulate((member.size_bytes for member in self.members), initial=head_bytes)
+        start, stop = offset, offset + length
+        at = next(ends)
+        for number, end in enumerate(ends):
+            first, last = max(start, at), min(stop, end)
+            if first < last:
+                yield number, first - at, last - first
+            at = end
+
+
+def is_joined(etag: str) -> bool:
+    """Return whether a shard with this etag is joined from several objects."""
+    return etag.startswith(MARK)
+
+
+def head_of(etag: str) -> bytes:
+    """Return the head of a joined shard: the length of its etag, and the etag."""
+    return _LENGTH.pack(len(etag)) + etag.encode()
+
+
+def head_bytes(start: bytes | memoryview) -> int:
+    """Return the length of a head that starts with these bytes; 0 if no head does."""
+    is_head = start[_LENGTH.size :][: len(MARK)] == MARK.encode()
+    return _LENGTH.size + int(_LENGTH.unpack_from(start)[0]) if is_head else 0
+
+
+def runs(
+    members: Iterable[ObjectInfo], bytes_max: int, count_max: int
+) -> Iterator[list[ObjectInfo]]:
+    """Divide members into runs of at most this size and number; a larger member is alone."""
+    run: list[ObjectInfo] = []
+    size = 0
+    for member in members:
+        if run and (size + member.size_bytes > bytes_max or len(run) == count_max):
+            yield run
+            run, size = [], 0
+        run.append(member)
+        size += member.size_bytes
+    if run:
+        yield run
