@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # What a reader comes to do, and its pages; a page belongs to the first pattern that matches it.
 SECTIONS = {
     "Start": ("start/*",),
-    "Migrate": ("migrate/*",),
+    "Migrate": ("migrate/names.md", "migrate/*"),
     "How to": (
         *("howto/index.md", "howto/*", "language-models.md", "trainers.md"),
         "parallel.md",

@@ -264,7 +264,7 @@ def _unexpected(taker: str, name: str, known: Collection[str]) -> str:
     said = f"{taker}() has no argument {name!r}"
     if name in BY_NAME:
         return f"{said}: it is a setting, not an argument of a loader. Set {ways_to_set(name, '…')}"
-    page = "docs/reference/arguments.md lists them, docs/migrate/ those of other loaders"
+    page = "docs/reference/arguments.md lists them, docs/migrate/names.md those of other loaders"
     return f"{said}{meant(name, known)} ({page})"
 
 

@@ -35,7 +35,7 @@ LOADERS = pytest.mark.parametrize("loader", [DataLoader, ShardedIterableDataset]
         ("slab_bytes", "dataplane serve --slab-bytes"),
         ("column", "did you mean 'columns'"),
         ("fillnull", "did you mean 'fill_null'"),
-        ("shuffle_algo", "docs/migrate/ those of other loaders"),
+        ("shuffle_algo", "docs/migrate/names.md those of other loaders"),
     ],
 )
 def test_the_error_about_an_unknown_argument_says_what_to_use(loader, name, says):
