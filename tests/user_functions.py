@@ -195,6 +195,22 @@ def sums(batch: dict[str, Any]) -> dict[str, Any]:
     return {name: column.sum() for name, column in batch.items()}
 
 
+def waits_at_a_gate(batch: dict[str, Any]) -> dict[str, Any]:
+    """Takes long: with row 0, as long as a task of a worker must take to count as long; with the
+    others, until there is a file `open` in the folder that the rows name.
+    """
+    folder = Path(batch["folder"][0])
+    threading.Event().wait(0.6)
+    while 0 not in batch["row"] and not (folder / "open").exists():
+        (folder / f"at_gate-{os.getpid()}").touch()
+        threading.Event().wait(0.02)
+    return only_row(batch)
+
+
+def only_row(batch: dict[str, Any]) -> dict[str, Any]:
+    return {"row": batch["row"]}
+
+
 def fails_at_a_row(batch: dict[str, Any]) -> dict[str, Any]:
     """Fails for the batch that has row 100."""
     rows = batch["row"].tolist()

@@ -183,6 +183,7 @@ class WorkerPool:
 
         # Drop tasks without a function, too: a loader that is opened again would wait for them.
         self._drop(dataset_id, is_of_arena)
+        self._queue.forget(dataset_id, arena_id)
 
     def _drop(self, dataset_id: int, is_unwanted: Callable[[PoolTask], bool]) -> None:
         """Drop tasks of a dataset whose results nobody wants. Waiting tasks fail. A running task

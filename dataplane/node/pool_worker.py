@@ -297,12 +297,13 @@ def _in_parts(dataset: tasks.OpenDataset) -> list[tasks.OpenDataset]:
 # Invariants:
 # 1. Of the eligible tasks, the most urgent goes first, then the oldest. Exception: the worker that
 #    last decoded a block of a shard has the shard open and knows its footer, so it gets the first
-#    task of that shard among the AHEAD oldest tasks of the same dataset and urgency. No task is
+#    task of that shard among the AHEAD oldest tasks of the same line and urgency. No task is
 #    passed over more than AHEAD times in a row, and no worker stays idle to wait for such a task.
-# 2. If there is only one dataset, its tasks may use all workers.
+# 2. If there is only one job, its tasks may use all workers.
 # 3. If there are several datasets, long tasks leave one worker to the other datasets, so that one
-#    job's slab does not wait for another job's blocks to be decoded. This needs at least two
-#    workers.
+#    job's slab does not wait for another job's blocks to be decoded. If several jobs read one
+#    dataset, long slabs of one leave one worker to the slabs of the others: one `collate` may take
+#    a thousand times as long as another. This needs at least two workers.
 # 4. A task only waits for a worker, or for the end of a running task, so it is enough to take the
 #    next task whenever a task arrives or ends, and SPREAD_S after a task was held back (5).
 # 5. Slabs that take too little time to be divided are held back for SPREAD_S at most, while enough
@@ -324,7 +325,7 @@ _SHARDS_MAX = 1 << 14
 
 
 class _Waiting(Struct, eq=False):
-    """Tasks of one dataset and urgency with their numbers, the oldest first. `passed`: how often
+    """Tasks of one line and urgency with their numbers, the oldest first. `passed`: how often
     the oldest was passed over.
     """
 
@@ -333,7 +334,7 @@ class _Waiting(Struct, eq=False):
 
 
 class _Line(Struct, eq=False):
-    """The waiting tasks of one dataset; the time when the last one came or ended; and the
+    """The waiting tasks of one line; the time when the last one came or ended; and the
     approximate duration of the longest of the last few, if any has ended.
     """
 
@@ -359,38 +360,45 @@ class _Line(Struct, eq=False):
         return at_work >= enough and now < task.queued + SPREAD_S
 
 
+_Key = tuple[int, int]
+"""The tasks that share a line: a dataset, and the delivery whose slabs they make, 0 for those that
+prepare blocks for all its readers."""
+
+
 class TaskQueue:
-    """All waiting tasks, by dataset."""
+    """All waiting tasks, in lines: see _Key."""
 
     def __init__(self) -> None:
-        self._lines: dict[int, _Line] = {}
+        self._lines: dict[_Key, _Line] = {}
         self._numbers = itertools.count(1)
         self._readers: OrderedDict[str, int] = OrderedDict()
         """The worker that last decoded a block of each recently used shard."""
 
     def add(self, task: PoolTask, urgency: int, now: float) -> None:
         """Add a task; the smallest urgency goes first."""
-        line = self._lines.setdefault(task.dataset.dataset_id, _Line())
+        line = self._lines.setdefault(_key_of(task), _Line())
         line.last = task.queued = now
         waiting = line.by_urgency.setdefault(urgency, _Waiting())
         waiting.tasks.append((next(self._numbers), task))
 
     def ended(self, task: PoolTask, now: float) -> None:
         """Note that a worker has finished the task, which it started at `task.started`."""
-        line = self._lines.setdefault(task.dataset.dataset_id, _Line())
+        line = self._lines.setdefault(_key_of(task), _Line())
         line.took_s = max(now - task.started, _FADING * (line.took_s or 0.0))
         line.last = now
 
     @property
     def waiting(self) -> set[int]:
         """The numbers of the datasets that have waiting tasks."""
-        return {dataset_id for dataset_id, line in self._lines.items() if line.by_urgency}
+        return {key[0] for key, line in self._lines.items() if line.by_urgency}
 
-    def forget(self, dataset_id: int) -> None:
-        """Forget a dataset without readers: it counts as active only while it has tasks."""
-        line = self._lines.get(dataset_id)
-        if line is not None and not line.by_urgency:
-            del self._lines[dataset_id]
+    def forget(self, dataset_id: int, delivery_id: int | None = None) -> None:
+        """Forget a dataset without readers, or one of its deliveries: it counts as active only
+        while it has tasks.
+        """
+        for key, line in list(self._lines.items()):
+            if key[0] == dataset_id and delivery_id in (None, key[1]) and not line.by_urgency:
+                del self._lines[key]
 
     def take(
         self,
@@ -430,14 +438,13 @@ class TaskQueue:
 
     def remove(self, dataset_id: int, is_unwanted: Callable[[PoolTask], bool]) -> list[PoolTask]:
         """Remove the waiting tasks of a dataset that nobody wants."""
-        line = self._lines.get(dataset_id)
         removed: list[PoolTask] = []
-        for urgency, waiting in [] if line is None else list(line.by_urgency.items()):
-            left = deque(task for task in waiting.tasks if not is_unwanted(task[1]))
-            removed += [task for _, task in waiting.tasks if is_unwanted(task)]
-            waiting.tasks = left
-            if line is not None and not left:
-                del line.by_urgency[urgency]
+        for line in [line for key, line in self._lines.items() if key[0] == dataset_id]:
+            for urgency, waiting in list(line.by_urgency.items()):
+                removed += [task for _, task in waiting.tasks if is_unwanted(task)]
+                waiting.tasks = deque(task for task in waiting.tasks if not is_unwanted(task[1]))
+                if not waiting.tasks:
+                    del line.by_urgency[urgency]
         return removed
 
     def take_any(self) -> PoolTask | None:
@@ -476,29 +483,42 @@ class TaskQueue:
             del line.by_urgency[urgency]
         return task
 
-    def _may_go(self, key: int, tasks: list[PoolTask], worker_count: int, now: float) -> bool:
-        others = self._lines.keys() - {key}
+    def _may_go(self, key: _Key, tasks: list[PoolTask], worker_count: int, now: float) -> bool:
+        others = {other for other in self._lines if _compete(key, other)}
         if not others:
             return True
-        long = {task.dataset.dataset_id for task in tasks if now - task.started >= LONG_S}
+        long = {_key_of(task) for task in tasks if now - task.started >= LONG_S}
         long |= {at for at, line in self._lines.items() if (line.took_s or 0.0) >= LONG_S}
         if key not in long and self._lines[key].took_s is not None:
             return True
-        at_work = [task.dataset.dataset_id for task in tasks]
+        at_work = [_key_of(task) for task in tasks]
         room = max(worker_count - 1, 1)
         if at_work.count(key) >= room:
             return False
-        # The duration of a new dataset's tasks is unknown: let one run to measure it.
+        # The duration of a new line's tasks is unknown: let one run to measure it.
         if key not in long or others <= long:
             return True
         return sum(at in long for at in at_work) < room
 
     def _forget(self, tasks: list[PoolTask], now: float) -> None:
-        """Forget datasets that have had no tasks for a while."""
-        at_work = {task.dataset.dataset_id for task in tasks}
+        """Forget lines that have had no tasks for a while."""
+        at_work = set(map(_key_of, tasks))
         for key, line in list(self._lines.items()):
             if not line.by_urgency and key not in at_work and now - line.last > LIVE_S:
                 del self._lines[key]
+
+
+def _key_of(task: PoolTask) -> _Key:
+    body = task.body
+    delivery_id = body.arena_id if isinstance(body, tasks.Assemble | tasks.CopySlab) else 0
+    return task.dataset.dataset_id, delivery_id
+
+
+def _compete(key: _Key, other: _Key) -> bool:
+    """Return whether two lines belong to different jobs. A job's slabs and the blocks that its
+    dataset prepares for them do not compete.
+    """
+    return key[0] != other[0] or (key[1] != other[1] and 0 not in (key[1], other[1]))
 
 
 def _shard_of(task: PoolTask) -> str | None:

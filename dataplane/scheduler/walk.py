@@ -115,6 +115,13 @@ class SlabSizes(Struct):
         return max(min(int(rows * self.row_s / piece_s), rows, worker_count), 1)
 
     @property
+    def may_be_long(self) -> bool:
+        """Whether one worker makes a slab alone, for a time that is not known yet: a `collate` may
+        take seconds for a batch, and a slab of eight would keep its worker from other jobs.
+        """
+        return not self.is_divisible and not self._batch_s
+
+    @property
     def _whole_max(self) -> int:
         """Return the most batches of a slab that cannot be divided: if slabs are short, other
         workers can make the next ones meanwhile.
@@ -312,7 +319,8 @@ class Walk:
         if self.is_aligned:
             ordinal = self.gaps.live(self.position) // (self.global_batch * stride)
             count = min(count, self.sizes.batches - ordinal % self.sizes.batches)
-        self._batch_count = min(self._batch_count * 2, self.sizes.batches)
+        if self.is_aligned or self.is_light or not self.sizes.may_be_long:
+            self._batch_count = min(self._batch_count * 2, self.sizes.batches)
         return self._plan(StepRange(self._next_step, count))
 
     def _plan(self, of: StepRange) -> Plan:

@@ -44,6 +44,17 @@ class Workers:
         self.queue.add(task, urgency, self.now)
         return task
 
+    def queued_slab(self, dataset_id: int, delivery_id: int) -> PoolTask:
+        task = task_of(dataset_id)
+        task.body = tasks.CopySlab(Region(0, 0), delivery_id, Region(0, 0))
+        self.queue.add(task, 0, self.now)
+        return task
+
+    def begun_slab(self, dataset_id: int, delivery_id: int) -> PoolTask:
+        task = self.queued_slab(dataset_id, delivery_id)
+        assert self.begun() == [dataset_id]
+        return task
+
     def begun(self) -> list[int]:
         """Datasets of the tasks that workers begin with now, each of them as long as it is idle."""
         return list(self._begin())
@@ -158,6 +169,30 @@ def test_long_jobs_leave_a_worker_to_a_dataset_that_has_short_ones() -> None:
     assert workers.begun() == [WIDE, OTHER_WIDE]
     workers.queued(NARROW)
     assert workers.begun() == [NARROW]
+
+
+def test_long_slabs_of_one_job_leave_a_worker_to_the_slabs_of_another_over_the_same_dataset() -> (
+    None
+):
+    slow, quick = 1, 2
+    workers = Workers(2)
+    for delivery, took_s in ((slow, 2 * LONG_S), (quick, LONG_S / 2)):
+        workers.done(workers.begun_slab(WIDE, delivery), took_s)
+    for _ in range(2):
+        workers.queued_slab(WIDE, slow)
+    assert workers.begun() == [WIDE]
+    workers.queued_slab(WIDE, quick)
+    assert workers.begun() == [WIDE]
+    assert sorted(task.body.arena_id for task in workers.tasks) == [slow, quick]
+
+
+def test_long_slabs_of_the_only_job_may_use_all_workers_beside_its_blocks() -> None:
+    workers = Workers(2)
+    workers.knows(WIDE, LONG_S / 2)
+    workers.done(workers.begun_slab(WIDE, 1), 2 * LONG_S)
+    for _ in range(2):
+        workers.queued_slab(WIDE, 1)
+    assert workers.begun() == [WIDE] * 2
 
 
 def test_jobs_of_unknown_length_leave_a_worker_free_too() -> None:

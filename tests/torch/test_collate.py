@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import threading
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -168,6 +170,28 @@ def test_a_batch_that_no_slab_can_hold_is_refused_with_what_to_set(tmp_path: Pat
         next(loader)
     with pytest.raises(BudgetTooSmall, match=r"batch of step 4 .*delivery_bytes_per_rank"):
         next(loader)
+
+
+def test_a_job_does_not_wait_for_the_slow_function_of_another_job_over_the_same_dataset(
+    tmp_path: Path, own_node: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DATAPLANE_WORKER_COUNT", "2")
+    rows = pa.table({"row": range(64), "folder": [str(tmp_path)] * 64})
+    pq.write_table(rows, tmp_path / "a.parquet", row_group_size=16)
+    with (
+        DataLoader(tmp_path, 8, name="quick", collate=user_functions.only_row) as quick,
+        DataLoader(tmp_path, 8, name="slow", collate=user_functions.waits_at_a_gate) as slow,
+    ):
+        quick_batches = itertools.chain.from_iterable(itertools.repeat(quick))
+        next(quick_batches)
+        reader = threading.Thread(target=list, args=(slow,))
+        reader.start()
+        while not any(tmp_path.glob("at_gate-*")):
+            next(quick_batches)
+        assert len(list(itertools.islice(quick_batches, 20))) == 20  # epochs of eight batches
+        assert len(list(tmp_path.glob("at_gate-*"))) == 1  # the other worker was left to `quick`
+        (tmp_path / "open").touch()
+        reader.join()
 
 
 def test_a_failing_function_is_named_with_its_traceback_and_the_step(tmp_path: Path) -> None:
