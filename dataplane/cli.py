@@ -18,6 +18,7 @@ import click
 from dataplane.base import trace
 from dataplane.commands import output
 from dataplane.commands.doctor import doctor
+from dataplane.commands.formats import formats
 from dataplane.commands.index import index
 from dataplane.commands.inspect import inspect
 from dataplane.commands.ledger import ledger, mix, skip, tombstone
@@ -125,7 +126,7 @@ def cli(manner: Manner, /, *, debug: bool, config_file: str | None) -> None:
 
 
 for command in (
-    *(index, inspect, verify, plan, doctor, serve, status, config),
+    *(index, inspect, verify, formats, plan, doctor, serve, status, config),
     *(trace_step, where, replay, look_at_step, ledger, skip, tombstone, mix),
 ):
     cli.add_command(command)

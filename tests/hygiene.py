@@ -45,7 +45,10 @@ SHARED_PIDS: set[int] = set()
 WARM_PIDS: set[int] = set()
 """Those of them that fork processes for a test, which are the test's own."""
 
-_THREADS_THAT_STAY = ("MainThread", "fsspecIO", "Dummy-", "pytest", "session-", "pymp")
+_THREADS_THAT_STAY = (
+    *("MainThread", "fsspecIO", "Dummy-", "pytest", "session-", "pymp"),
+    "dataplane-member",  # a pool of the process, for shards that are joined from objects
+)
 _FDS_THAT_STAY = (
     "anon_inode:[eventpoll]",
     "anon_inode:[eventfd]",

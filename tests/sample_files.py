@@ -1,7 +1,7 @@
-"""Writers of the shards of MosaicML and LitData, from the descriptions of their layouts. Each was
+"""Writers of the shards of MosaicML, LitData and Megatron, from the descriptions of their layouts. Each was
 compared with the shards that the library itself writes.
 
-Source:  streaming/base/format/mds and litdata/streaming/writer.py
+Source:  streaming/base/format/mds, litdata/streaming/writer.py, megatron/core/datasets/indexed_dataset.py
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def mds_value(encoding: str, value: Any) -> bytes:
     if encoding.startswith("list["):
         sizes = np.array([len(part) for part in value], "<u4").tobytes()
         return struct.pack("<II", 0, len(value)) + sizes + b"".join(value)
-    if encoding == "jpeg_array":
+    if encoding in {"jpeg_array", "jpegarray"}:
         sizes = np.array([len(part) for part in value], "<u4").tobytes()
         return struct.pack("<I", len(value)) + sizes + b"".join(value)
     if encoding == "json":
@@ -89,6 +89,81 @@ def _samples(head: bytes, samples: Sequence[bytes]) -> bytes:
     ends = np.cumsum([0, *map(len, samples)]) + 4 * (len(samples) + 2) + len(head)
     offsets = ends.astype("<u4").tobytes()
     return struct.pack("<I", len(samples)) + offsets + head + b"".join(samples)
+
+
+_NUMPY = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", *_FLOATS)
+_TORCH = {"float32": 1, "float16": 9, "float64": 3, "int64": 18, "int32": 16, "bool": 19}
+
+
+def litdata_value(kind: str, value: Any) -> bytes:
+    """One value, as LitData encodes it."""
+    family = kind.partition(":")[0]
+    if family in {"int", "float", "bool"}:
+        return bytes(
+            np.dtype({"int": "<i8", "float": "<f8", "bool": "?"}[family]).type(value).tobytes()
+        )
+    if family in {"numpy", "tensor"}:
+        code = _NUMPY.index(value.dtype.name) if family == "numpy" else _TORCH[value.dtype.name]
+        order = "<u4" if family == "numpy" else ">u4"
+        return np.array([code, value.ndim, *value.shape], order).tobytes() + value.tobytes()
+    if family.startswith("no_header"):
+        return bytes(value.tobytes())
+    return str(value).encode() if family in {"str", "text"} else bytes(value)
+
+
+def litdata_bytes(kinds: Mapping[str, str], rows: Sequence[Row], frame_rows: int = 0) -> bytes:
+    """A chunk with these values (name -> kind), or of documents if these are only `tokens`. With
+    `frame_rows`, that many samples are compressed together.
+    """
+    samples = []
+    for row in rows:
+        values = [litdata_value(kind, row[name]) for name, kind in kinds.items()]
+        sizes = np.array([len(value) for value in values], "<u4").tobytes()
+        samples.append(b"".join(values) if [*kinds] == ["tokens"] else sizes + b"".join(values))
+    return _framed(samples, frame_rows) if frame_rows else _samples(b"", samples)
+
+
+def _framed(samples: Sequence[bytes], frame_rows: int) -> bytes:
+    count, starts = len(samples), range(0, len(samples), frame_rows)
+    offsets = np.cumsum([0, *map(len, samples)]).astype("<u4").tobytes()
+    runs = [b"".join(samples[at : at + frame_rows]) for at in starts]
+    stored = [zstd(run) for run in runs]
+    head = struct.pack("<8sHHIII", b"LDFZ01", 1, 0, count, frame_rows, len(runs)) + offsets
+    at, table = len(head) + 24 * len(runs), b""
+    for first, run, frame in zip(starts, runs, stored, strict=True):
+        rows = min(frame_rows, count - first)
+        table += struct.pack("<IIQII", first, rows, at, len(frame), len(run))
+        at += len(frame)
+    return head + table + b"".join(stored)
+
+
+def litdata_index(kinds: Mapping[str, str], files: Sequence[str], **config: Any) -> bytes:
+    """An index.json of samples that are dictionaries."""
+    leaf: dict[str, Any] = {"type": None, "context": None, "children_spec": []}
+    spec = {
+        "type": "builtins.dict",
+        "context": json.dumps([*kinds]),
+        "children_spec": [leaf] * len(kinds),
+    }
+    known = {
+        "data_format": [*kinds.values()],
+        "data_spec": json.dumps([1, spec]),
+        "item_loader": "PyTreeLoader",
+    }
+    listed = [{"filename": file} for file in files]
+    return json.dumps({"chunks": listed, "config": known | config}).encode()
+
+
+def megatron_bytes(documents: Sequence[np.ndarray]) -> tuple[bytes, bytes]:
+    """The .bin and the .idx of these documents."""
+    kinds = ("", "u1", "i1", "i2", "i4", "i8", "f8", "f4", "u2")
+    code = kinds.index(documents[0].dtype.str[1:])
+    lengths = np.array([len(document) for document in documents], "<i4")
+    places = np.append(0, np.cumsum(lengths, dtype=np.int64))[:-1] * documents[0].itemsize
+    count = len(documents)
+    head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, code, count, count + 1)
+    table = head + lengths.tobytes() + places.tobytes() + np.arange(count + 1).tobytes()
+    return b"".join(document.tobytes() for document in documents), table
 
 
 def zstd(content: bytes) -> bytes:

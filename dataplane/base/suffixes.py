@@ -26,6 +26,7 @@ BY_FORMAT: Mapping[str, tuple[str, ...]] = {
         *(".ndjson.zst", ".jsonl.zst", ".json.zst", ".ndjson.gz", ".jsonl.gz", ".json.gz"),
         *(".ndjson", ".jsonl"),
     ),
+    "csv": (".csv.zst", ".tsv.zst", ".csv.gz", ".tsv.gz", ".csv", ".tsv"),
     "npy": (".npy",),
     "mds": (".mds.zstd", ".mds.zst", ".mds.gz", ".mds"),
 }

@@ -19,10 +19,12 @@ from dataplane.formats.conform import check_rows
 from dataplane.formats.faults import corrupt, describe, foreign_faults
 from dataplane.formats.npy import as_rows
 from dataplane.formats.source import BLOCK_BYTES, PROBE_BYTES, ByteSource, Inflated, Window
+from dataplane.model.errors import SchemaMismatch
 from dataplane.model.records import Region
 
 NUMBER_BYTES = 4
 _NUMBER = np.dtype("<u4")
+_SAMPLED = 64
 
 
 def source_of(shard: ShardReader, *, compressed: bool) -> ByteSource:
@@ -179,26 +181,102 @@ def text_column(cells: Cells, kind: pa.DataType) -> pa.Array:
     return column
 
 
-def ragged_column(
-    cells: Cells, shapes: NDArray[np.int64], dtype: np.dtype, skip: NDArray[np.int64]
-) -> pa.Array:
-    """Make a column of arrays, the axes of which may differ from row to row, as nested lists.
+def lists_column(cells: Cells, skip: int) -> pa.Array:
+    """Make a column of lists of bytes: behind `skip` bytes each has its length (uint32), the sizes
+    of its values (uint32 each), and these.
 
-    Shapes:  shapes: int64[rows, axes].   skip: int64[rows], the bytes before the numbers.
-    Raises:  ValueError: sizes contradict shapes.
+    Raises:  ValueError: sizes contradict each other.
     """
-    # As doubles, since sizes in damaged shards may overflow.
-    sizes = shapes.astype(np.float64).prod(axis=1) * dtype.itemsize
-    if (shapes < 0).any() or (sizes + skip != cells.lengths).any():
-        raise ValueError("the size of an array contradicts its shape")
-    inner = Cells(cells.body, cells.starts + skip, cells.lengths - skip)
-    values = np.frombuffer(b"".join(inner.pieces()), dtype)
-    column = as_rows(values, pa.from_numpy_dtype(dtype))
-    for axis in range(shapes.shape[1] - 1, -1, -1):
-        # Each list of this axis is repeated by the product of the axes above it.
-        lengths = np.repeat(shapes[:, axis], shapes[:, :axis].prod(axis=1))
-        column = list_column(lengths, np.ones(len(lengths), np.bool_), column)
-    return column
+    counts = cells.numbers(_NUMBER, 1, skip)[:, 0].astype(np.int64)
+    skip += NUMBER_BYTES
+    parts: list[memoryview] = []
+    places = (cells.starts.tolist(), cells.lengths.tolist(), counts.tolist())
+    for start, length, count in zip(*places, strict=True):
+        at, end = start + skip + NUMBER_BYTES * count, start + length
+        if at > end:
+            raise ValueError(f"a list of {count} values does not fit into {length} bytes")
+        for size in np.frombuffer(cells.body, _NUMBER, count, start + skip).tolist():
+            parts.append(cells.body[at : at + size])
+            at += size
+        if at != end:
+            raise ValueError("the size of a list contradicts those of its values")
+    return list_column(counts, np.ones(len(counts), np.bool_), bytes_column(parts, pa.binary()))
+
+
+def refuse_mixed(values: NDArray[Any], name: str, url: str, what: str) -> None:
+    """Refuse arrays that differ.   Raises:  SchemaMismatch."""
+    if (values != values[0]).any():
+        raise SchemaMismatch(
+            f"{url}: column {name!r}: its arrays have several {what}; write them with one, or "
+            "leave the column out with columns=[…]",
+            shard=url,
+            field=name,
+        )
+
+
+class Arrays(NamedTuple):
+    """Values that are arrays of one type, whose shapes may differ; numbers follow `skip` bytes.
+
+    Shapes:  shapes: int64[rows, axes].   skip: the same for all rows, or int64[rows].
+    """
+
+    cells: Cells
+    shapes: NDArray[np.int64]
+    dtype: np.dtype
+    skip: int | NDArray[np.int64]
+    name: str
+    url: str
+
+    @property
+    def kind(self) -> pa.DataType:
+        """The type of a column that begins with these: arrays of several axes are of fixed size if
+        all have the same.
+        """
+        kind, shape = pa.from_numpy_dtype(self.dtype), self.shapes[0].tolist()
+        is_fixed = len(shape) > 1 and (self.shapes == self.shapes[0]).all() and 0 not in shape
+        for size in reversed(shape):
+            kind = pa.list_(kind, size) if is_fixed else pa.list_(kind)
+        return kind
+
+    def column(self, expected: pa.DataType) -> pa.Array:
+        """Return the column, in the form of the `expected` type.
+
+        Raises:  SchemaMismatch: shapes differ that must not.  ValueError: sizes contradict shapes.
+        """
+        # As doubles, since sizes in damaged shards may overflow.
+        sizes = self.shapes.astype(np.float64).prod(axis=1) * self.dtype.itemsize
+        cells, shapes = self.cells, self.shapes
+        if (shapes < 0).any() or (sizes + self.skip != cells.lengths).any():
+            raise ValueError("the size of an array contradicts its shape")
+        inner = Cells(cells.body, cells.starts + self.skip, cells.lengths - self.skip)
+        values = np.frombuffer(b"".join(inner.pieces()), self.dtype)
+        column = as_rows(values, pa.from_numpy_dtype(self.dtype))
+        if pa.types.is_fixed_size_list(expected):
+            kinds = [expected]
+            while pa.types.is_fixed_size_list(kinds[-1]):
+                kinds.append(kinds[-1].value_type)
+            fixed = [kind.list_size for kind in kinds[:-1]]
+            refuse_mixed(np.array([fixed, *shapes.tolist()]), self.name, self.url, "shapes")
+            for size in reversed(fixed):
+                column = pa.FixedSizeListArray.from_arrays(column, size)
+            return column
+        for axis in range(shapes.shape[1] - 1, -1, -1):
+            # Each list of this axis is repeated by the product of the axes above it.
+            lengths = np.repeat(shapes[:, axis], shapes[:, :axis].prod(axis=1))
+            column = list_column(lengths, np.ones(len(lengths), np.bool_), column)
+        return column
+
+
+def sampled(offsets: NDArray[np.uint32]) -> int:
+    """Return how many of the first samples of a shard show the types of its arrays."""
+    count = int(np.searchsorted(offsets, int(offsets[0]) + BLOCK_BYTES, "right")) - 1
+    return max(1, min(_SAMPLED, count, len(offsets) - 1))
+
+
+def apart(places: NDArray[np.uint32]) -> list[int]:
+    """Return where samples begin in their block, and its end."""
+    starts: list[int] = (places.astype(np.int64) - int(places[0])).tolist()
+    return starts
 
 
 def checked_column(url: str, offset: int, name: str, make: Callable[[], pa.Array]) -> pa.Array:

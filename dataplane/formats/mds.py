@@ -6,9 +6,10 @@ columns as JSON, and the samples, each with the sizes of those of its values tha
 
 Numbers are columns of their type. `str`, `json` and the digits of `str_int`, `str_float` and
 `str_decimal` are text. `bytes`, `jpeg`, `png` and `pil` (raw pixels, behind their size and mode)
-are binary, lists of images lists of these. `ndarray` with type and shape is a fixed-size list; if
-the shape differs it is a list, or a list of lists, of the type and the number of axes that the
-first sample of the shard has. Pickled columns are never read.
+are binary, lists of images lists of these. `ndarray` with type and shape is a fixed-size list.
+Other arrays have the type and the axes of the first samples of the shard: with one axis they are
+lists; with several they have a fixed size if these samples have the same, else they are nested
+lists. Pickled columns are never read.
 
 Source:  streaming/base/format/mds in github.com/mosaicml/streaming
 """
@@ -23,20 +24,22 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from msgspec import Struct
-from numpy.typing import NDArray
 
 from dataplane.base.suffixes import BY_FORMAT
-from dataplane.formats.arrays import bytes_column, list_column
 from dataplane.formats.base import RawBlock, ShardIndex, ShardReader
 from dataplane.formats.cells import (
     NUMBER_BYTES,
+    Arrays,
     Cells,
+    apart,
     blocks_of,
     cells_of,
     checked_column,
     fixed_column,
+    lists_column,
     offsets_in,
-    ragged_column,
+    refuse_mixed,
+    sampled,
     samples_of,
     source_of,
     text_column,
@@ -52,7 +55,6 @@ from dataplane.formats.source import (
     is_compressed,
 )
 from dataplane.formats.unsupported import marked
-from dataplane.model.errors import SchemaMismatch
 from dataplane.model.records import Region
 from dataplane.plan.columns import NEVER
 
@@ -98,12 +100,14 @@ class Mds:
         columns = _columns_in(url, bytes(source.view(before, start - before)), before)
         sample: list[Cells | None] = [None] * len(columns)
         if len(offsets) > 1 and any(column.is_ragged for column in columns):
-            body = memoryview(bytes(source.view(start, int(offsets[1]) - start)))
-            sample = [*cells_of(url, body, offsets[:2], start, [c.size for c in columns])]
+            count = sampled(offsets)
+            body = source.view(start, int(offsets[count]) - start)
+            places = offsets[: count + 1]
+            sample = [*cells_of(url, body, places, start, [c.size for c in columns])]
         types = {}
         for column, cells in zip(columns, sample, strict=True):
             try:
-                types[column.name] = column.type_of(cells)
+                types[column.name] = column.type_of(cells, url)
             except (ValueError, LookupError) as fault:
                 what = f"column {column.name!r} of the first sample is damaged ({fault})"
                 raise corrupt(url, start, what) from fault
@@ -132,8 +136,8 @@ class Mds:
         cells = cells_of(url, body, places, source.base, [column.size for column in stored])
         arrays = {}
         for column, own in zip(stored, cells, strict=True):
-            if column.name in columns:
-                make = functools.partial(column.array, own, url)
+            if column.name in columns and column.name in schema.names:
+                make = functools.partial(column.array, own, schema.field(column.name).type, url)
                 arrays[column.name] = checked_column(url, block.place.offset, column.name, make)
         kinds = [(c.name, arrays[c.name].type if c.name in arrays else pa.null()) for c in stored]
         check_shard(pa.schema(kinds), schema, columns, url)
@@ -146,9 +150,7 @@ class Mds:
         if holds_compressed(block):
             return None
         offsets = offsets_in(block.url, Memory(block.url, block.preamble, 0), None, _WHAT)
-        places = samples_of(offsets, block, compressed=False).astype(np.int64)
-        starts: list[int] = (places - block.place.offset).tolist()
-        return starts
+        return apart(samples_of(offsets, block, compressed=False))
 
 
 class _Column(Struct, frozen=True):
@@ -168,7 +170,7 @@ class _Column(Struct, frozen=True):
         """Return whether the values are arrays whose type is seen in a sample."""
         return self.encoding.startswith("ndarray") and self.size is None
 
-    def type_of(self, sample: Cells | None) -> pa.DataType:
+    def type_of(self, sample: Cells | None, url: str = "") -> pa.DataType:
         """Return the type of the column, as the first sample of the shard has it.
 
         Raises:  ValueError, LookupError: the sample is damaged.
@@ -180,7 +182,7 @@ class _Column(Struct, frozen=True):
         if self.encoding in _SCALARS and self.dtype is not None:
             return pa.from_numpy_dtype(self.dtype)
         if self.is_ragged:
-            return pa.null() if sample is None else self._ragged(sample, "").type
+            return pa.null() if sample is None else self._ragged(sample, url).kind
         if self.dtype is not None and self.shape is not None:
             kind = pa.from_numpy_dtype(self.dtype)
             for size in reversed(self.shape):
@@ -188,32 +190,30 @@ class _Column(Struct, frozen=True):
             return kind
         return pa.binary()
 
-    def array(self, cells: Cells, url: str) -> pa.Array:
-        """Return the column's values.
+    def array(self, cells: Cells, kind: pa.DataType, url: str) -> pa.Array:
+        """Return the column's values; `kind` is its type in the dataset.
 
         Raises:  SchemaMismatch: an array has another type or other axes than the first one.
         ValueError, LookupError, Arrow's errors: a value is damaged.
         """
         if self.encoding in _LISTS:
-            return _lists(cells, _LISTS[self.encoding])
+            return lists_column(cells, _LISTS[self.encoding])
         if self.dtype is not None and self.size is not None:
             return fixed_column(cells, self.dtype, self.type_of(None))
         if self.is_ragged:
-            return self._ragged(cells, url)
+            return self._ragged(cells, url).column(kind)
         return text_column(cells, self.type_of(None))
 
-    def _ragged(self, cells: Cells, url: str) -> pa.Array:
+    def _ragged(self, cells: Cells, url: str) -> Arrays:
         """Return arrays that state their shape, and their type if the column has none."""
-        if not len(cells.starts):
-            return pa.nulls(0)
         dtype, skip = self.dtype, 0
         if dtype is None:
             codes, skip = cells.numbers(np.dtype("u1"), 1)[:, 0], 1
-            self._refuse_mixed(codes, url, "types")
+            refuse_mixed(codes, self.name, url, "types")
             dtype = _BY_CODE[int(codes[0])]
         heads = cells.numbers(np.dtype("u1"), 1, skip)[:, 0].astype(np.int64)
         axes, widths = heads >> 2, heads & 3
-        self._refuse_mixed(axes, url, "numbers of axes")
+        refuse_mixed(axes, self.name, url, "numbers of axes")
         count = int(axes[0])
         if not count:
             raise ValueError("an array has no axes")
@@ -222,34 +222,7 @@ class _Column(Struct, frozen=True):
             rows = np.flatnonzero(widths == width)
             some = Cells(cells.body, cells.starts[rows], cells.lengths[rows])
             shapes[rows] = some.numbers(np.dtype(f"<u{1 << width}"), count, skip + 1)
-        return ragged_column(cells, shapes, dtype, skip + 1 + (count << widths))
-
-    def _refuse_mixed(self, values: NDArray[Any], url: str, what: str) -> None:
-        if (values != values[0]).any():
-            raise SchemaMismatch(
-                f"{url}: column {self.name!r}: its arrays have several {what}; write them with "
-                "one, or leave the column out with columns=[…]",
-                shard=url,
-                field=self.name,
-            )
-
-
-def _lists(cells: Cells, skip: int) -> pa.Array:
-    """Return lists of values with their sizes before them."""
-    counts = cells.numbers(_UINT32, 1, skip)[:, 0].astype(np.int64)
-    skip += NUMBER_BYTES
-    parts: list[memoryview] = []
-    for start, length, count in zip(*(a.tolist() for a in (cells.starts, cells.lengths, counts)),
-                                    strict=True):  # fmt: skip
-        at, end = start + skip + NUMBER_BYTES * count, start + length
-        if at > end:
-            raise ValueError(f"a list of {count} values does not fit into {length} bytes")
-        for size in np.frombuffer(cells.body, _UINT32, count, start + skip).tolist():
-            parts.append(cells.body[at : at + size])
-            at += size
-        if at != end:
-            raise ValueError("the size of a list contradicts those of its values")
-    return list_column(counts, np.ones(len(counts), np.bool_), bytes_column(parts, pa.binary()))
+        return Arrays(cells, shapes, dtype, skip + 1 + (count << widths), self.name, url)
 
 
 def _columns_in(url: str, config: bytes, offset: int) -> tuple[_Column, ...]:

@@ -22,6 +22,8 @@ from importlib.machinery import PathFinder
 from types import MappingProxyType
 from typing import Final
 
+from msgspec import Struct
+
 from dataplane.base import suffixes
 from dataplane.base.suffixes import names_a_shard, path_of, suffix_of
 from dataplane.formats.base import Format
@@ -43,11 +45,6 @@ _BY_ENDING: Final[dict[tuple[str, ...], tuple[str, str]]] = {
     ),
     (".mp4", ".mov", ".mkv", ".webm", ".avi", ".wav", ".mp3", ".flac", ".ogg", ".m4a"): (
         "audio or video", f"{_AS_DATASET}, or pack such files into tar files of a few hundred MB"
-    ),
-    (".csv", ".tsv", ".csv.gz", ".tsv.gz", ".csv.zst"): (
-        "a text table, which has neither types nor blocks",
-        ("convert it once, as with "
-        'pyarrow.parquet.write_table(pyarrow.csv.read_csv("a.csv"), "a.parquet")'),
     ),
     (".npz", ".h5", ".hdf5", ".mat"): (
         "an array", f"save it with numpy.save (.npy), or {_CONVERT}, or {_AS_DATASET}"
@@ -122,6 +119,7 @@ def _known_kind(url: str) -> tuple[str, str] | None:
 
 
 GROUP = "dataplane.formats"
+_PACKAGE = "dataplane-loader"
 # Raise this number when the results of `index` change for any format, so that cached indexes are
 # made again.
 INDEX_VERSION = 3
@@ -134,12 +132,15 @@ BUILT_IN: Mapping[str, tuple[str, str]] = {
     "tfrecord": ("dataplane.formats.tfrecord", "TfRecord"),
     "tar": ("dataplane.formats.tar", "Tar"),
     "jsonl": ("dataplane.formats.jsonl", "JsonLines"),
+    "csv": ("dataplane.formats.csv", "Csv"),
     "npy": ("dataplane.formats.npy", "Npy"),
     "mds": ("dataplane.formats.mds", "Mds"),
 }
 # Formats whose names have parameters behind a colon.
 WITH_PARAMETERS: Mapping[str, tuple[str, str]] = {
     "tokens": ("dataplane.formats.tokens", "TokenFile"),
+    "litdata": ("dataplane.formats.litdata", "LitData"),
+    "megatron": ("dataplane.formats.megatron", "Megatron"),
 }
 
 
@@ -216,6 +217,36 @@ def import_all() -> None:
     """Import the modules of all built-in formats."""
     for module, _ in (*BUILT_IN.values(), *WITH_PARAMETERS.values()):
         importlib.import_module(module)
+
+
+class KnownFormat(Struct, frozen=True):
+    """A format for `dataplane formats`: its suffixes, the package that has it, and what else it
+    needs than a file of that suffix.
+    """
+
+    name: str
+    suffixes: tuple[str, ...]
+    package: str
+    needs: str = ""
+
+
+def known_formats() -> list[KnownFormat]:
+    """Return all formats.   Raises:  ConfigError: one of another package cannot be loaded."""
+    known = [KnownFormat(name, by_name(name).suffixes, _PACKAGE) for name in BUILT_IN]
+    for name, (module, cls) in WITH_PARAMETERS.items():
+        kind = getattr(importlib.import_module(module), cls)
+        known.append(KnownFormat(name, kind.suffixes, _PACKAGE, kind.needs))
+    packages = {}
+    if _others():
+        from importlib.metadata import entry_points
+
+        packages = {point.load(): point.dist for point in entry_points(group=GROUP)}
+    for format_ in _others().values():
+        dist = packages.get(type(format_)) or packages.get(format_)
+        needs = str(getattr(format_, "needs", ""))
+        name = dist.name if dist is not None else "?"
+        known.append(KnownFormat(format_.name, tuple(format_.suffixes), name, needs))
+    return known
 
 
 def by_name(name: str) -> Format:

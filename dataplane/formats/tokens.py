@@ -42,6 +42,7 @@ class TokenFile:
 
     suffixes = (".bin", ".tokens", ".tok")
     """Suffixes by which such files are chosen from a folder, once their format was named."""
+    needs = 'its name: format="tokens:uint16,end=50256" or "tokens:uint16,length=1024"'
 
     def __init__(self, parameters: str) -> None:
         self.name = f"tokens:{parameters}"

@@ -31,6 +31,7 @@ from dataplane.formats import registry
 from dataplane.formats.base import Format, ShardIndex
 from dataplane.formats.source import BLOCK_BYTES
 from dataplane.index.batches import KeepPreamble
+from dataplane.index.described import described_shards, is_described
 from dataplane.index.journal import (
     IndexJournal,
     dataset_name,
@@ -51,7 +52,7 @@ from dataplane.index.run import (
 from dataplane.index.shared_schema import SharedSchema
 from dataplane.model.config import NodeConfig
 from dataplane.model.errors import ConfigError, ShardNotFound
-from dataplane.model.joined import LABEL, Joined, runs
+from dataplane.model.joined import LABEL, Joined, is_joined, runs
 from dataplane.model.records import ObjectInfo
 from dataplane.model.redact import redacted, unpinned
 from dataplane.plan.manifest import Manifest
@@ -241,7 +242,8 @@ def index_dataset(
         if chosen.name == suffixes.FILES:
             listed, labels = joined_shards(listed, names)
             values = {LABEL: pa.array(labels, pa.large_string())}
-            # These shards are made here, so nothing unknown is parsed.
+        if listed and is_joined(listed[0].etag):
+            # Of these shards, only numbers are parsed.
             index_shard, begin_batches = _index_here, None
         version = version_of(chosen)
         keys = shard_keys(version, listed)
@@ -309,6 +311,8 @@ def choose_shards(
     given = listed
     while True:
         formats = [registry.format_of_url(shard.url) for shard in listed]
+        if is_described(asked, formats) and (described := described_shards(listed, connect)):
+            return described
         if asked is None and any(f is not None and f.name != suffixes.FILES for f in formats):
             formats = [f if f is not None and f.name != suffixes.FILES else None for f in formats]
         shards = _chosen(listed, formats, literal, asked)

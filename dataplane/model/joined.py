@@ -44,16 +44,19 @@ class _Members(Struct, frozen=True, array_like=True):
     etags: list[str]
     key_chars: int
     rows: bytes
+    starts: list[int] = []
 
 
 class Joined(Struct, frozen=True):
     """The members of a shard, in order. `root` is the folder to which their names are relative; ""
-    if they have no common one. `rows` is further data of the format that reads the shard.
+    if they have no common one. `rows` is further data of the format that reads the shard. Members
+    may be parts of objects, which begin at `starts` in these.
     """
 
     members: Sequence[ObjectInfo]
     root: str = ""
     rows: bytes = b""
+    starts: Sequence[int] = ()
 
     def listed(self, url: str) -> ObjectInfo:
         """Return the shard as an object with this url, which must be unique in its dataset."""
@@ -72,6 +75,7 @@ class Joined(Struct, frozen=True):
             [member.etag for member in self.members],
             len(self.members[0].url) - len(self.root) if is_below else -1,
             self.rows,
+            [*self.starts],
         )
         packed = zlib.compress(msgspec.msgpack.encode(stored))
         etag = f"{MARK}{base64.b64encode(packed).decode()}"
@@ -94,7 +98,7 @@ class Joined(Struct, frozen=True):
             urls.append(last)
         members = [*map(ObjectInfo, urls, stored.sizes, stored.etags)]
         root = urls[0][: len(urls[0]) - stored.key_chars] if stored.key_chars >= 0 else ""
-        return cls(members, root, stored.rows)
+        return cls(members, root, stored.rows, stored.starts)
 
     @classmethod
     def of_head(cls, url: str, head: bytes | memoryview) -> Self:
@@ -122,7 +126,8 @@ class Joined(Struct, frozen=True):
         for number, end in enumerate(ends):
             first, last = max(start, at), min(stop, end)
             if first < last:
-                yield number, first - at, last - first
+                skipped = self.starts[number] if self.starts else 0
+                yield number, skipped + first - at, last - first
             at = end
 
 

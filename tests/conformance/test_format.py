@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from sample_files import mds_bytes, zstd
+from sample_files import litdata_bytes, mds_bytes, megatron_bytes, zstd
 from shards import (
     MemoryShard,
     Row,
@@ -155,6 +158,23 @@ def document_write(rows: list[Row]) -> bytes:
     return np.concatenate([row["tokens"] for row in rows]).astype("<u2").tobytes()
 
 
+def csv_rows(count: int) -> list[Row]:
+    return [
+        {"id": str(i), "text": f'{i}: a "word",\nünïcode', "empty": "" if i % 2 else None}
+        for i in range(count)
+    ]
+
+
+def csv_write(rows: list[Row]) -> bytes:
+    text = io.StringIO(newline="")
+    text.write("id,text,empty\n")
+    for row in rows:
+        csv.writer(text, quoting=csv.QUOTE_ALL).writerow([row["id"], row["text"]])
+        text.seek(text.tell() - 2)  # over the end of the line
+        text.write(",\r\n" if row["empty"] is None else ',""\r\n')
+    return text.getvalue().encode()
+
+
 def mds_rows(count: int) -> list[Row]:
     return [
         {"box": [i, i + 1], "id": i, "list": [[i]] * (i % 3 + 1), "text": f"日本{i}"}
@@ -169,6 +189,32 @@ def mds_write(rows: list[Row]) -> bytes:
         row | {name: np.array(row[name], kind) for name, kind in arrays.items()} for row in rows
     ]
     return mds_bytes(columns, given)
+
+
+LIT_KINDS = {"id": "int", "text": "str", "list": "no_header_tensor:18", "box": "numpy"}
+
+
+def lit_rows(count: int) -> list[Row]:
+    return [
+        {"id": i, "text": f"日本{i}", "list": [*range(i % 4)], "box": [[i, i + 1]]}
+        for i in range(count)
+    ]
+
+
+def lit_write(rows: list[Row], frame_rows: int = 0) -> bytes:
+    arrays = {"list": np.int64, "box": np.int16}
+    given = [
+        row | {name: np.array(row[name], kind) for name, kind in arrays.items()} for row in rows
+    ]
+    return litdata_bytes(LIT_KINDS, given, frame_rows)
+
+
+def pair_write(rows: list[Row]) -> bytes:
+    """A pair as it is joined: a list of the parts, and these."""
+    tokens, table = megatron_bytes([np.array(row["tokens"], "<u2") for row in rows])
+    parts = [table[:34], table[34 : 34 + 4 * len(rows)], tokens]
+    members = [ObjectInfo(f"{URL}/{at}", len(part), "v1") for at, part in enumerate(parts)]
+    return head_of(Joined(members, starts=[0, 34, 0]).listed(URL).etag) + b"".join(parts)
 
 
 @dataclass(frozen=True)
@@ -233,6 +279,8 @@ CASES = {
         "jsonl", plain_rows, lambda rows: zipped(json_lines(rows)), checked=everything
     ),
     "jsonl-zstd": Case("jsonl", plain_rows, lambda rows: zstd(json_lines(rows))),
+    "csv": Case("csv", csv_rows, csv_write, sealed=None),
+    "csv-gzip": Case("csv", csv_rows, lambda rows: zipped(csv_write(rows)), checked=everything),
     "npy": Case(
         "npy",
         lambda count: [{"array": [[i, 1], [-i, 0]]} for i in range(count)],
@@ -241,6 +289,11 @@ CASES = {
     "npy-records": Case("npy", record_rows, record_write),
     "mds": Case("mds", mds_rows, mds_write),
     "mds-zstd": Case("mds", mds_rows, lambda rows: zstd(mds_write(rows))),
+    "litdata": Case(f"litdata:{json.dumps(LIT_KINDS)}", lit_rows, lit_write),
+    "litdata-frames": Case(
+        f"litdata:{json.dumps(LIT_KINDS)}", lit_rows, lambda rows: lit_write(rows, frame_rows=30)
+    ),
+    "megatron": Case("megatron", document_rows, pair_write),
     "tokens-end": Case(
         "tokens:uint16,end=500", document_rows, document_write, sealed=None, is_raw=True
     ),
@@ -417,7 +470,7 @@ def test_a_column_of_another_type_is_refused(case: Case, format_: registry.Forma
     index = format_.index(MemoryShard(content))
     name = {"tar": "cls", "files": "label"}.get(case.format_name, index.schema.names[0])
     at = index.schema.get_field_index(name)
-    other = {"tfrecord": pa.binary(), "tar": pa.int64(), "files": pa.int64()}
+    other = dict.fromkeys(("tar", "csv", "files"), pa.int64()) | {"tfrecord": pa.binary()}
     changed = index.schema.set(at, pa.field(name, other.get(case.format_name, pa.string())))
     if case.format_name == "tar":
         content = case.write([row | {"cls": "a dog"} for row in case.rows(20)])

@@ -82,7 +82,6 @@ def test_a_dataset_has_one_format() -> None:
     [
         (["d/n01/a.gif", "d/n01/b.GIF"], r"an image: convert them to JPEG, PNG or WebP"),
         (["d/shard.00000.mds.br"], r"MosaicML's MDS .*use zstd, gzip or none"),
-        (["d/a.csv"], r"a text table.*write_table\(pyarrow\.csv\.read_csv"),
         (
             ["s3://b/D/README.md", "s3://b/D/a.tar.gz"],
             r"list only the shards, for example s3://b/D/\*\.tar\.gz",

@@ -1,0 +1,90 @@
+"""Text tables: quotes, empty fields, names, and what is refused."""
+
+from __future__ import annotations
+
+import csv
+import io
+import random
+
+import pytest
+from sample_files import zstd
+from shards import MemoryShard, Row, decoded, read_rows, zipped
+
+from dataplane.formats.csv import Csv
+from dataplane.model.errors import CorruptShard, SchemaMismatch
+
+CSV = Csv()
+
+
+def rows(text: str, url: str = "a.csv") -> list[Row]:
+    return read_rows(CSV, text.encode(), url=url)
+
+
+def test_every_value_is_text_and_an_empty_field_is_null() -> None:
+    assert rows('a,b\n1,""\n,x y\n') == [{"a": "1", "b": ""}, {"a": None, "b": "x y"}]
+
+
+def test_tabs_separate_fields_of_tsv() -> None:
+    assert rows("a\tb\n1\t2,3\n", "a.TSV") == [{"a": "1", "b": "2,3"}]
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_quoted_fields_have_separators_newlines_and_quotes(end: str) -> None:
+    text = end.join(["a,b", '"x,\n""y""\r\n",2', "", '"",""', "3,4"])
+    assert rows(text) == [
+        {"a": 'x,\n"y"\r\n', "b": "2"},
+        {"a": "", "b": ""},
+        {"a": "3", "b": "4"},
+    ]
+
+
+def test_names_may_be_quoted_or_absent_behind_a_mark_of_utf_8() -> None:
+    text = '\ufeff"a\nb",,c\n1,2,3\n'
+    assert rows(text) == [{"a\nb": "1", "Unnamed: 1": "2", "c": "3"}]
+
+
+@pytest.mark.parametrize("pack", [bytes, zipped, zstd])
+def test_random_tables_are_read_as_python_reads_them(pack: type[bytes]) -> None:
+    draw = random.Random(1)
+    words = ["x", '"', "\n", ",", "ü", " ", "\r\n", "'"]
+    cells = [["".join(draw.choices(words, k=draw.randrange(9))) for _ in "abc"] for _ in range(999)]
+    text = io.StringIO(newline="")
+    csv.writer(text, quoting=csv.QUOTE_ALL).writerows([["a", "b", "c"], *cells])
+    assert [[*row.values()] for row in read_rows(CSV, pack(text.getvalue().encode()))] == cells
+
+
+def test_records_longer_than_a_block_are_whole() -> None:
+    long = "x\n" * (5 << 20)
+    content = f'a\n1\n"{long}"\n3\n'.encode()
+    assert [block.rows for block in CSV.index(MemoryShard(content)).blocks] == [1, 2]
+    assert [row["a"] for row in read_rows(CSV, content)] == ["1", long, "3"]
+
+
+def test_known_nulls_are_counted() -> None:
+    index = CSV.index(MemoryShard(b"a,b\n1,\n2,3\n"))
+    assert list(index.nulls) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('a,b\n1,5" pipe\n', "byte 7: a quote inside of a field"),
+        ('a,b\n1,"x" y\n', "a quote inside of a field"),
+        ('a,b\n1,"x\n', "byte 6: a quote is not closed"),
+        ("a,b\n1,2\n3\n", "Expected 2 columns, got 1"),
+        ("a,b\n1,2,3\n", "Expected 2 columns, got 3"),
+    ],
+)
+def test_damaged_records_are_refused(text: str, words: str) -> None:
+    with pytest.raises(CorruptShard, match=words):
+        rows(text)
+
+
+def test_bytes_that_are_not_utf_8_are_refused() -> None:
+    with pytest.raises(CorruptShard, match="invalid UTF8"):
+        decoded(CSV, b"a,b\n\xff,2\n")
+
+
+def test_a_name_that_occurs_twice_is_refused() -> None:
+    with pytest.raises(SchemaMismatch, match="two columns are named 'a'; rename one"):
+        rows("a,a\n1,2\n")
