@@ -27,10 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SECTIONS = {
     "Start": ("start/*",),
     "Migrate": ("migrate/names.md", "migrate/*"),
-    "How to": (
-        *("howto/index.md", "howto/*", "language-models.md", "trainers.md"),
-        "parallel.md",
-    ),
+    "How to": ("howto/index.md", "howto/*", "trainers.md", "parallel.md"),
     "Reference": ("reference/*", "formats.md", "metrics.md", "order.md"),
     "Operate": (
         *("operations.md", "deploy.md", "security.md", "upgrading.md", "runbooks.md"),

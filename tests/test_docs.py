@@ -34,8 +34,6 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 EXAMPLE = re.compile(r"^```(python|sh) test\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 DEADLINE_S = 280
-BUCKET = "s3://corpus/"
-"""What examples may write to: a bucket of a real S3 server."""
 LINK = re.compile(r"\]\((?!https?://|mailto:)([^)#]*)(?:#([^)]*))?\)")
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 # Lower it when a page becomes shorter. Pages that are generated from code do not count.
@@ -102,17 +100,13 @@ def commands(tmp_path_factory, warm_torch: WarmPython) -> Path:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if examples(page)], ids=title)
-def test_the_examples_of_a_page_run(page, tmp_path, request, warm_torch, commands):
+def test_the_examples_of_a_page_run(page, tmp_path, warm_torch, commands):
     environ = {k: v for k, v in os.environ.items() if not k.startswith("DATAPLANE_")}
     environ |= {name: v for name, v in os.environ.items() if name.startswith("DATAPLANE_TEST_")}
     environ["PATH"] = (
         f"{commands}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
     )
     environ["HOME"] = str(tmp_path)
-    if BUCKET in page.read_text():
-        s3_server = request.getfixturevalue("s3_server")
-        environ |= s3_server.environment()
-        s3_server.client.create_bucket(Bucket="corpus")
     environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "inductor")  # or /tmp
     environ["OMP_NUM_THREADS"] = "1"  # threads that wait for each other would take turns
     for language, texts in programs(page):
