@@ -20,6 +20,8 @@ COMPILE := $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
 TEST_ARGS ?=
 JOBS ?= 3
 DIST ?= dist
+# The pip that comes with Python takes twice as long to choose among releases. Without a newer one, it does.
+PIP := pip==26.3
 # torch is pinned here and not by `make lock`: a range may bring gigabytes for accelerators.
 TORCH := torch==2.13.0
 
@@ -42,6 +44,7 @@ $(READY): requirements.lock pyproject.toml benchmarks/pyproject.toml $(IN_C) dat
 	  echo "On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	@$(PY) -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
 	  || "$(PYTHON)" -m venv --clear $(VENV)
+	-@$(PY) -m pip install --quiet --disable-pip-version-check --no-compile "$(PIP)"
 	$(PY) -m pip install --quiet --disable-pip-version-check $(COMPILE) -r requirements.lock
 	@zig="$$($(PY) -c 'from dataplane.base.build_kernels import ZIG, has_compiler as has; print("" if has() else ZIG)')"; \
 	[ -z "$$zig" ] || { echo "make setup: there is no C compiler; installing $$zig"; \

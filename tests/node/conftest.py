@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from raw_trainer import table
+from small_engine import SmallEngine
 
 from dataplane.base.units import IMPORT_PATH_VARIABLE
 from dataplane.worker.forking import fork_server
@@ -32,6 +34,18 @@ def arrow(tmp_path: Path) -> str:
         with pa.ipc.new_file(str(tmp_path / f"{i}.arrow"), whole.schema) as writer:
             writer.write_table(whole)
     return f"{tmp_path}/*.arrow"
+
+
+@pytest.fixture
+def small() -> Iterator[SmallEngine]:
+    """An engine without data. Closing it needs an event loop."""
+    engine = SmallEngine(5)
+    yield engine
+
+    async def close() -> None:
+        engine.close()
+
+    asyncio.run(close())
 
 
 @pytest.fixture(scope="module")

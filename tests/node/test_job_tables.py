@@ -18,24 +18,21 @@ import pytest
 from fleet import Service, free_address
 from msgspec.structs import replace
 from raw_trainer import Trainer
+from small_engine import SmallEngine
 
-from dataplane.base.trace import Trace
-from dataplane.base.watchdog import Watchdog
 from dataplane.cli import run
 from dataplane.coordinator.front import Coordinator, CoordinatorConfig
-from dataplane.model.config import PROTOCOL_VERSION, VERSION, JobSpec, NodeConfig
+from dataplane.model.config import PROTOCOL_VERSION, VERSION, JobSpec
 from dataplane.model.records import Topology
-from dataplane.node.delivery import ReplacedRows
-from dataplane.node.heartbeat import Heartbeat
 from dataplane.node.neighbours import JobTables
 from dataplane.rpc import membership, names
 from dataplane.rpc.calls import CoordinatorClient
-from dataplane.rpc.membership import HeldBlocks, JobNodes, KnownNodes, NeighbourNode, NodeReads
+from dataplane.rpc.membership import JobNodes, KnownNodes, NeighbourNode
+from dataplane.scheduler.scheduler import Scheduler
 from dataplane.security import tokens
 from dataplane.security.node_identity import own_identity
 from dataplane.security.security import Security
 from dataplane.settings import default_node_config
-from dataplane.store.outage import Outages
 
 SMALL = ("--block-arena-bytes", "16MiB", "--worker-count", "1")
 
@@ -120,31 +117,9 @@ class Beaten(Coordinator):
         return self.answers.pop(0)
 
 
-def one_beat(
-    coordinator: Beaten, tables: JobTables, config: NodeConfig, *, is_short: bool = False
-) -> Heartbeat:
-    """The heartbeat of a node n, which beats only after joins."""
-    jobs: Any = SimpleNamespace(members={}, tables=tables, joined=asyncio.Event())
-    trace = Trace("test")
-    scheduler, replaced = SimpleNamespace(is_short=is_short, held=HeldBlocks()), ReplacedRows(trace)
-    engine: Any = SimpleNamespace(scheduler=scheduler, replaced=replaced)
-    beat = Heartbeat(
-        config, coordinator, jobs, engine, "n", trace, Outages(), Watchdog(trace), NodeReads,
-        "10.0.0.1:7078",
-    )  # fmt: skip
-    beat._beat_s = 3600.0
-    return beat
-
-
-MEMBER = SimpleNamespace(
-    job_id="j", member_id="m", generation=1, epoch=0, cursor=0, rate=0.0, stall_s=0.0,
-    bound="", began=None, mix=None, mix_from=None, seen=(0.0, 0), gain=(0.0, 0), handed=0,
-    request=SimpleNamespace(topology=Topology()),
-    host_count=1, streams={}, following=None,
-)  # fmt: skip
-
-
-def test_a_maker_learns_of_the_jobs_that_name_it_and_forgets_those_that_it_has_left():
+def test_a_maker_learns_of_the_jobs_that_name_it_and_forgets_those_that_it_has_left(
+    small: SmallEngine,
+):
     def naming(version: int, job: str, worker_count: int) -> JobNodes:
         named = (NeighbourNode("n", "10.0.0.1:7078", 1, worker_count),)
         return JobNodes(job, 1, version, b"k", named)
@@ -155,13 +130,13 @@ def test_a_maker_learns_of_the_jobs_that_name_it_and_forgets_those_that_it_has_l
         membership.HeartbeatResponse((), (), ("j", "k")),
         membership.HeartbeatResponse(),
     )
-    coordinator, tables = Beaten(*answers), JobTables(bool, bool)
-    beat = one_beat(coordinator, tables, default_node_config())
+    coordinator = Beaten(*answers)
 
     async def play() -> None:
+        beat, jobs = small.heartbeat(coordinator)
         await beat._beat()
         # It has got a trainer of one of them meanwhile.
-        beat._jobs.members["m"] = cast(Any, MEMBER)
+        jobs.members["m"] = small.member()
         await beat._beat()
         await beat._beat()
 
@@ -175,31 +150,33 @@ def test_a_maker_learns_of_the_jobs_that_name_it_and_forgets_those_that_it_has_l
     [(0, 0, True), (0, 8, False), (4, 0, False), (2, 8, True)],
 )
 def test_a_node_says_how_many_workers_it_may_have_and_whether_they_are_too_few(
-    count: int, count_max: int, is_short: bool
+    count: int, count_max: int, is_short: bool, small: SmallEngine, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr(Scheduler, "is_short", is_short)
     config = replace(default_node_config(), worker_count=count, worker_count_max=count_max)
     coordinator = Beaten(membership.HeartbeatResponse())
-    asyncio.run(one_beat(coordinator, JobTables(bool, bool), config, is_short=is_short)._beat())
+    asyncio.run(small.heartbeat(coordinator, config)[0]._beat())
     (asked,) = coordinator.asked
     most = max(count, count_max)
     assert (asked.node.worker_count, asked.is_short) == (most, is_short)
     assert asked.node.arena_bytes == (config.block_arena_bytes if most else 0)
 
 
-def test_a_heartbeat_comes_soon_after_a_join_and_learns_of_the_jobs_that_are_served():
+def test_a_heartbeat_comes_soon_after_a_join_and_learns_of_the_jobs_that_are_served(
+    small: SmallEngine,
+):
     async def play() -> None:
         told = membership.HeartbeatResponse((), (nodes(1, 7), nodes(1, 8, "another")))
-        coordinator, tables = Beaten(*[told] * 3), JobTables(bool, bool)
-        config = default_node_config()
-        beat = one_beat(coordinator, tables, config)
-        jobs = beat._jobs
+        coordinator, config = Beaten(*[told] * 3), default_node_config()
+        beat, jobs = small.heartbeat(coordinator, config)
+        beat._beat_s = 3600.0
         running = asyncio.create_task(beat.run())
         async with asyncio.timeout(60):
             for _ in range(3):
                 jobs.joined.set()
                 await coordinator.more.wait()
                 coordinator.more.clear()
-                jobs.members["m"] = cast(Any, MEMBER)
+                jobs.members["m"] = small.member()
         running.cancel()
         assert [one.known for one in coordinator.asked] == [(), (), (KnownNodes("j", 7),)]
         said = coordinator.asked[0].node

@@ -6,22 +6,15 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
-from openings import opening
 from small_engine import SmallEngine
 
-from dataplane.model.records import Region, Stream, Topology, View
-from dataplane.node.counts import PackedManifest
+from dataplane.model.records import Region, Stream
 from dataplane.node.datasets import Orders
 from dataplane.node.delivery import ServedStream
 from dataplane.node.engine import Engine
 from dataplane.node.jobs import Streams
 from dataplane.node.member import ServedMember, progress_of
-from dataplane.node.opener import Opened, OpenedJob
-from dataplane.plan.defaults import BlockSizes
-from dataplane.plan.views import identity_of
 from dataplane.rpc import messages
-from dataplane.rpc.membership import JoinRequest
-from dataplane.scheduler.walk import SlabSizes
 
 Scene = Callable[[Engine, Streams, ServedMember], Awaitable[None]]
 
@@ -33,21 +26,8 @@ def ignored(_request_id: int, _body: messages.FromNodeBody) -> None:
 def play(scene: Scene) -> None:
     async def whole() -> None:
         small = SmallEngine(5)
-        request = opening("u")
-        manifest = small.dataset.manifest
-        sizes = BlockSizes.of(manifest.block_rows, manifest.block_decoded)
-        identity = identity_of(manifest)
-        opened = OpenedJob(
-            small.spec,
-            (Opened(manifest, View(), PackedManifest(manifest), identity, sizes, 0),),
-            (small.dataset,),
-            identity,
-            manifest.sample_count,
-        )
-        joining = JoinRequest("j", "u", small.spec, Topology(), "i", "m", "n", 1)
-        member = ServedMember(request, opened, small.deliver(), SlabSizes(4, 16, 0), 1, 1, joining)
         try:
-            await scene(small.engine, Streams(small.engine, Orders()), member)
+            await scene(small.engine, Streams(small.engine, Orders()), small.member())
         finally:
             small.close()
 
