@@ -54,7 +54,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Two runs of one commit test the same examples. `HYPOTHESIS_PROFILE=explore` looks further.
 settings.register_profile(
     "fixed",
-    max_examples=70,
+    max_examples=40,
     derandomize=True,
     deadline=None,
     database=None,

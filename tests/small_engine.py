@@ -145,4 +145,4 @@ class SmallEngine:
 
 
 async def refuse(*_: object) -> Opened:
-    raise NotImplementedError("the node of this test opens no dataset")
+    raise AssertionError("the node of this test opens no dataset")

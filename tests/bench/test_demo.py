@@ -146,7 +146,6 @@ def test_invalid_arguments_of_the_demo_are_refused(arguments, started):
 # -- the proof -----------------------------------------------------------------------------------
 
 
-@settings(max_examples=60)
 @given(order=st.permutations(range(12)), at=st.integers(0, 11), other=st.integers(0, 11))
 def test_a_missing_a_repeated_and_a_misplaced_sample_are_noticed(order, at, other):
     ids = np.array(order)

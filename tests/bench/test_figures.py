@@ -483,7 +483,6 @@ def test_changes_of_unknown_values_are_not_reported():
     assert Pair(Spread((0.0, 0.0)), Spread((1.0, 1.0))).change is None
 
 
-@settings(max_examples=40)
 @given(bench_report.damaged())
 def test_whatever_can_be_read_can_be_compared(told):
     try:

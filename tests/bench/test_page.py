@@ -18,7 +18,7 @@ from dataplane_bench.peers.base import HARNESS, OURS, PEERS
 from dataplane_bench.report import axes, page, results
 from dataplane_bench.report.figures import case_figures
 from dataplane_bench.report.results import CaseResult, HardwareBound, Tried
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane.model.errors import ConfigError
@@ -322,7 +322,6 @@ def test_a_page_that_cannot_be_written_is_an_error_of_ours(tmp_path):
         page.write(bench_report.small(), tmp_path / "none" / "report.html")
 
 
-@settings(max_examples=40)
 @given(bench_report.damaged())
 def test_whatever_can_be_read_can_be_drawn(told):
     try:

@@ -10,7 +10,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from dataplane_bench.model import (
-    BatchKind,
     BenchCase,
     ColumnType,
     DatasetPlace,
@@ -27,10 +26,9 @@ from dataplane_bench.peers.ray_data import RayData, _tensors
 from dataplane_bench.peers.rows import TableBatches
 from dataplane_bench.peers.samples import crop_box, padded
 from dataplane_bench.trial.checksum import Sum
-from dataplane_bench.workloads.generate import RECIPES, generated
+from dataplane_bench.workloads.generate import generated
 
 SMALL = 0.001
-STORED = [name for name, recipe in RECIPES.items() if recipe.delivery is BatchKind.STORED]
 COLUMNS = (
     WorkloadColumn("id", ColumnType.FIXED, "int64"),
     WorkloadColumn("flag", ColumnType.FIXED, "bool"),
@@ -65,7 +63,7 @@ def root(tmp_path_factory):
     return tmp_path_factory.mktemp("workloads")
 
 
-@pytest.fixture(scope="module", params=[*STORED, "mixed"])
+@pytest.fixture(scope="module", params=["tokens", "mixed"])
 def task(request, root):
     """A workload and its files for torch."""
     source, folder = root / f"source-{request.param}", root / f"memmap-{request.param}"

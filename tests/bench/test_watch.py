@@ -328,7 +328,13 @@ def root(tmp_path_factory):
     return tmp_path_factory.mktemp("bounds")
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in {"tabular", "images"} else pytest.param(name, marks=pytest.mark.slow)
+        for name in RECIPES
+    ],
+)
 def test_every_bound_of_a_workload_is_measured_and_can_be(name, root):
     workload = generated(name, root, SMALL)
     names = bounds.names(workload, StorageKind.LOCAL)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_node import POISON, SPECS, Script, open_job, serving, write
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane.arena.slab_layout import pieces
@@ -54,7 +54,6 @@ def expected(positions: list[int]) -> list[bytes]:
 
 
 @given(st.lists(st.lists(st.integers(0, 10**6), max_size=6), min_size=1, max_size=4))
-@settings(max_examples=60)
 def test_a_copied_batch_has_the_same_pieces_in_other_memory(positions: Any) -> None:
     memory = np.zeros(1 << 16, np.uint8)
     about = tuple(Batch(i, len(rows), len(rows)) for i, rows in enumerate(positions))
@@ -89,7 +88,6 @@ class Consumer:
     st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["next", "drop", "new", "drop all"]))),
     st.booleans(),
 )
-@settings(max_examples=40)
 def test_whatever_is_held_stays_right_and_never_blocks_what_comes(plan: Any, copy_out: Any) -> None:
     """Memory that was returned to the node is poisoned, and there are only 6 slots."""
     name = f"test-{uuid.uuid4().hex}"

@@ -409,7 +409,7 @@ def test_no_truncation_yields_a_wrong_sample(case: Case, format_: registry.Forma
     rows = case.rows(100)
     content = case.write(rows)
     schema = format_.index(MemoryShard(content)).schema
-    for end in range(1, len(content), max(1, len(content) // 120)):
+    for end in range(1, len(content), max(1, len(content) // 60)):
         outcome = attempt(format_, content[:end], schema)
         if case.sealed is None:
             continue
@@ -426,7 +426,7 @@ def test_no_flipped_bit_crashes_or_passes_a_checksum(case: Case, format_: regist
     schema = format_.index(MemoryShard(content)).schema
     checked = case.checked(content)
     chance = random.Random(5)
-    for _ in range(150):
+    for _ in range(75):
         damaged = bytearray(content)
         at = chance.randrange(len(content))
         damaged[at] ^= 1 << chance.randrange(8)
@@ -439,7 +439,7 @@ def test_no_overwritten_bytes_crash(case: Case, format_: registry.Format) -> Non
     content = case.write(case.rows(60))
     schema = format_.index(MemoryShard(content)).schema
     chance = random.Random(7)
-    for _ in range(100):
+    for _ in range(50):
         damaged = bytearray(content)
         at, length = chance.randrange(len(content)), chance.choice((1, 2, 4, 8, 64))
         value = chance.choice((0x00, 0x7F, 0x80, 0xFF))

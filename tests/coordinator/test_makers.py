@@ -478,7 +478,7 @@ def here(found):
 
 
 @given(events=st.lists(EVENTS, max_size=40))
-@settings(max_examples=150)
+@settings(max_examples=80)
 def test_tables_after_any_history_are_those_that_follow_from_it(events):
     tables = Recomputed()
     for event in events:

@@ -259,7 +259,7 @@ def renew_all(machine, registered):
 
 
 @given(events=st.lists(EVENTS, max_size=40))
-@settings(max_examples=200)
+@settings(max_examples=80)
 def test_2_the_version_changes_exactly_when_the_nodes_or_the_generation_do(events):
     machine, registered = Machine(), {}
     versions = {}

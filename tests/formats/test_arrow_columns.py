@@ -115,7 +115,6 @@ def test_columns_of_files_whose_schema_has_no_length() -> None:
         check_columns(content, table, names)
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.data(), st.integers(1, 12), st.booleans(), st.sampled_from(CODECS))
 def test_columns_are_decoded_from_their_bytes_alone(
     data: st.DataObject, rows: int, file: bool, codec: str | None
@@ -297,7 +296,7 @@ def damageable() -> tuple[ShardIndex, RawBlock]:
         return index, part_of(content, index, 0, ["view", "pair"])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 900), st.integers(0, 255)), min_size=1, max_size=3))
 def test_damaged_metadata_is_an_error_or_harmless(changes: list[tuple[int, int]]) -> None:
     index, part = damageable()

@@ -39,7 +39,6 @@ ARROW = ArrowIpc()
 TOKENS = pa.table({"ids": pa.FixedSizeListArray.from_arrays(np.arange(400_000, dtype="i4"), 100)})
 
 
-@hypothesis_settings(max_examples=40)
 @given(
     rows=NESTED_ROWS,
     size=st.integers(1, 20),
@@ -161,7 +160,7 @@ def _outcome(block: RawBlock) -> tuple[object, ...]:
     return (batch.serialize().to_pybytes(),)
 
 
-@hypothesis_settings(max_examples=150, deadline=None)
+@hypothesis_settings(max_examples=80, deadline=None)
 @given(
     places=st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), max_size=3),
     is_cut=st.booleans(),

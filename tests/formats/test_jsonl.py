@@ -37,7 +37,6 @@ BLANKS = st.lists(
 )
 
 
-@hypothesis_settings(max_examples=60)
 @given(rows=ROWS, blanks=BLANKS, piece=st.integers(1, 200), compressed=st.booleans())
 def test_rows_come_back_around_blank_lines_and_any_piece_size(
     rows: list[dict], blanks: list[bytes], piece: int, compressed: bool
@@ -117,7 +116,6 @@ TRICKY = st.sampled_from(['":', ' "x": 1', '\\":', ":", "[", '"a"', "é"]) | st.
 VALUES = st.none() | TRICKY | st.lists(st.none() | TRICKY, max_size=2)
 
 
-@hypothesis_settings(max_examples=60)
 @given(data=st.data(), piece=st.integers(1, 80), is_ascii=st.booleans(), is_tight=st.booleans())
 def test_all_fields_of_a_shard_are_columns_wherever_they_occur(
     data: st.DataObject, piece: int, is_ascii: bool, is_tight: bool
@@ -245,7 +243,7 @@ def written(value: object) -> object:
     return None if value is None else (int(value) if value == int(value) else value)
 
 
-@hypothesis_settings(max_examples=300)
+@hypothesis_settings(max_examples=80)
 @given(
     rows=st.lists(
         st.fixed_dictionaries(

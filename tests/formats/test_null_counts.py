@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from arrow_columns import Leaf
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from shards import (
     MemoryShard,
@@ -73,7 +73,6 @@ def within(value: Any) -> bool:
     return any(inner is None or within(inner) for inner in value)
 
 
-@settings(max_examples=60)
 @given(
     st.integers(1, 6).flatmap(arrow_columns.batches),
     st.sampled_from([None, "lz4"]),
@@ -86,7 +85,6 @@ def test_arrow_null_counts_are_exact(drawn, codec, file, rows):
     check(ArrowIpc(), arrow_bytes(table, rows=rows, file=file, codec=codec), leaves)
 
 
-@settings(max_examples=60)
 @given(
     st.integers(1, 6).flatmap(arrow_columns.batches),
     st.integers(1, 7),

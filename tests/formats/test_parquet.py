@@ -17,7 +17,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from oracles import parquet_facts as oracle
 from oracles.thrift import struct
@@ -31,7 +30,6 @@ from dataplane.model.errors import ConfigError, CorruptShard, SchemaMismatch
 from dataplane.model.records import Region
 
 
-@hypothesis_settings(max_examples=40)
 @given(rows=NESTED_ROWS, group=st.integers(1, 20), version=st.sampled_from(["1.0", "2.0"]))
 def test_nested_values_and_nulls_come_back(rows: list[dict], group: int, version: str) -> None:
     if int(pa.__version__.split(".")[0]) < 26:  # pyarrow cannot read null lists of a fixed size

@@ -9,7 +9,6 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from shards import MemoryShard, decoded, read_rows, tar_bytes, zipped
 
@@ -22,7 +21,6 @@ FORMS = (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)
 WORD = st.text(st.characters(codec="utf-8", exclude_characters="/.\0", exclude_categories=["Cs"]), min_size=1, max_size=8)  # fmt: skip
 
 
-@hypothesis_settings(max_examples=60)
 @given(
     keys=st.lists(WORD, min_size=1, max_size=8, unique=True),
     folder=st.sampled_from(["", "a/", "./", "a.b/c/", "long/" * 40]),

@@ -9,7 +9,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from shards import (
     MemoryShard,
@@ -81,7 +80,6 @@ RECORD = st.fixed_dictionaries(
 )
 
 
-@hypothesis_settings(max_examples=60)
 @given(st.lists(RECORD, min_size=1, max_size=20), st.booleans())
 def test_records_come_back(records: list[dict], compressed: bool) -> None:
     content = tfrecord_bytes(example_bytes(record) for record in records)

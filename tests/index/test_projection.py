@@ -43,7 +43,7 @@ def laid_out(sizes: list[tuple[int, int]], order: list[int]) -> tuple[list[int],
     return [number for offset, length in found for number in (offset, length, length)], at
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(st.data())
 def test_whatever_is_wanted_is_read_and_holes_are_worth_a_request(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 8))
@@ -189,7 +189,6 @@ def check_every_part(content: bytes, wanted: list[list[str]]) -> None:
             assert Parquet().decode(part, index.schema, names).equals(whole)
 
 
-@settings(max_examples=40, deadline=None)
 @given(NESTED_ROWS, st.sets(st.sampled_from(NESTED.names), min_size=1), st.booleans())
 def test_parquet_is_decoded_from_the_pieces_of_its_columns_alone(
     rows: list[dict[str, object]], names: set[str], is_dictionary: bool

@@ -107,7 +107,6 @@ def test_ordinary_datasets_with_defaults_give_no_advice(sizes):
             assert told(sizes, shuffle_of(sizes), hosts, batch) == ""
 
 
-@settings(max_examples=60)
 @given(
     st.integers(20, 400), st.integers(2, 60), st.integers(1, 32), st.floats(0.05, 6),
     st.integers(1, 200),
@@ -196,7 +195,6 @@ ROWS, SAMPLE_BYTES = st.sampled_from([10, 100, 1000, 50_000]), st.sampled_from([
 RANKS = st.sampled_from([1, 8, 24, 64, 512])
 
 
-@settings(max_examples=90, deadline=None)
 @given(st.builds(uniform, BLOCKS, ROWS, SAMPLE_BYTES), RANKS, GIVEN, ARENAS)
 def test_nothing_is_said_of_a_job_that_follows_the_advice(sizes, ranks, given_shuffle, arena):
     def said_of(lanes, window, arena):
@@ -208,7 +206,6 @@ def test_nothing_is_said_of_a_job_that_follows_the_advice(sizes, ranks, given_sh
     expect_silence(given_shuffle, arena, said_of)
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     st.lists(
         st.tuples(st.builds(uniform, BLOCKS, ROWS, SAMPLE_BYTES), st.floats(0.05, 1)),
@@ -347,7 +344,6 @@ def test_hosts_of_a_mixture_read_what_they_would_of_each_source():
             assert getattr(both, name) == pytest.approx(total, abs=2)
 
 
-@settings(max_examples=40)
 @given(
     st.lists(st.tuples(st.integers(30, 200), st.integers(4, 40)), min_size=1, max_size=3),
     st.integers(1, 16),
@@ -388,7 +384,7 @@ def test_blocks_per_batch_of_a_source_are_about_those_of_the_order(
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 WORLDS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-modest = settings(max_examples=150)
+modest = settings(max_examples=80)
 
 
 datasets = st.builds(

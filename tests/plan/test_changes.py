@@ -17,7 +17,6 @@ from dataplane.plan.mixture import Mixed, plan_of
 from plan import golden
 from plan.test_mixture import everything, mixtures, order_of, twin_of
 
-modest = settings(max_examples=60)
 places = st.tuples(st.integers(0, 2), st.integers(0, 80))
 HALVES, MOST, LEAST = quantised([1, 1]), quantised([9, 1]), quantised([1, 9])
 LONG = Mixed((50, 30), HALVES, (0, 0), 2, Exhausted.CYCLE, 160, round_steps=8)
@@ -44,7 +43,6 @@ def boundaries(of, epoch, changes):
     return found
 
 
-@modest
 @given(mixtures())
 def test_changes_are_placed_where_the_plan_makes_them(drawn):
     of, rows, epoch, changes = drawn
@@ -59,7 +57,6 @@ def test_changes_are_placed_where_the_plan_makes_them(drawn):
     assert np.array_equal(order_of(of, rows, epoch, found).samples_at(at), expected)
 
 
-@modest
 @given(mixtures())
 def test_planned_again_where_they_take_effect_changes_are_what_the_documentation_defines(drawn):
     of, _rows, epoch, changes = drawn
@@ -69,7 +66,6 @@ def test_planned_again_where_they_take_effect_changes_are_what_the_documentation
     assert list(map(tuple, pairs)) == twin_of(of, epoch, found)
 
 
-@modest
 @given(mixtures(), places)
 def test_other_shares_take_effect_at_the_next_boundary_and_leave_what_is_before(drawn, place):
     of, rows, _, changes = drawn
@@ -97,7 +93,6 @@ def test_other_shares_take_effect_at_the_next_boundary_and_leave_what_is_before(
     )
 
 
-@modest
 @given(mixtures(), places, st.integers(0, 40))
 def test_ranks_that_ask_anywhere_before_a_boundary_get_the_same(drawn, place, later):
     of, _, _, changes = drawn
@@ -109,7 +104,6 @@ def test_ranks_that_ask_anywhere_before_a_boundary_get_the_same(drawn, place, la
     assert next_boundary(of, kept, place) == at
 
 
-@modest
 @given(mixtures(), places)
 def test_the_shares_that_are_in_force_anyway_change_nothing(drawn, place):
     of, _, _, changes = drawn
@@ -166,7 +160,6 @@ def test_a_schedule_counts_steps_through_all_epochs():
     assert steps_before(LONG, found, (3, 80), 8, End.RAGGED) == 70
 
 
-@modest
 @given(
     mixtures(), st.lists(st.integers(1, 90), min_size=1, max_size=3, unique=True).map(sorted),
     st.integers(1, 20), st.sampled_from(End),
@@ -218,7 +211,7 @@ def exhaustible(draw):
     return of, schedule, draw(st.integers(1, 16))
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(exhaustible())
 def test_a_schedule_is_what_is_set_while_the_job_reads(drawn):
     of, schedule, batch = drawn

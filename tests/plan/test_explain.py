@@ -52,7 +52,6 @@ def explained(manifest, lanes, window, cluster, batch=32, end=End.RAGGED, shuffl
     return explain(manifest, order, cluster, batch, end)
 
 
-@settings(max_examples=80)
 @given(
     st.lists(st.integers(1, 12), min_size=1, max_size=12).map(np.array),
     st.integers(1, 12),
@@ -350,7 +349,7 @@ def test_reads_are_those_of_the_ranks_of_each_host(script):
     assert script.reads_of(order, 2) == pairs / 50
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(
     st.lists(st.integers(1, 40), min_size=1, max_size=30).map(np.array),
     st.integers(1, 140),

@@ -87,7 +87,6 @@ def steps_of(manifest, spec, cursor, dp_size=1):
     return EpochSteps.of(spec, manifest.sample_count, cursor=cursor, dp_size=dp_size)
 
 
-@settings(max_examples=60)
 @given(jobs())
 def test_the_rows_of_a_step_are_those_that_the_ranks_read_whatever_their_number(job):
     manifest, spec, epoch, cursor = job
@@ -104,7 +103,6 @@ def test_the_rows_of_a_step_are_those_that_the_ranks_read_whatever_their_number(
                 assert found.block_rows[mine].tolist() == rows.tolist()
 
 
-@settings(max_examples=60)
 @given(jobs(), st.sampled_from(SIZES))
 def test_the_places_of_a_row_are_the_inverse_of_the_rows_of_steps(job, size):
     manifest, spec, epoch, cursor = job
@@ -130,7 +128,6 @@ def test_the_places_of_a_row_are_the_inverse_of_the_rows_of_steps(job, size):
     assert backwards == forwards
 
 
-@settings(max_examples=60)
 @given(jobs(), st.sampled_from(SIZES))
 def test_steps_are_what_the_documentation_defines(job, size):
     manifest, spec, epoch, cursor = job
@@ -186,7 +183,7 @@ def test_a_shard_is_named_by_number_url_or_the_end_of_its_url():
         shard_named(manifest, "art-1")
 
 
-modest = settings(max_examples=150)
+modest = settings(max_examples=80)
 ranges = st.lists(st.tuples(st.integers(0, 120), st.integers(0, 40)), max_size=3)
 
 
@@ -273,7 +270,6 @@ def test_a_digest_covers_the_positions_that_were_read_however_often_it_was_resum
     assert (plainly.value == whole.value) == (read == last - cursor)
 
 
-@settings(max_examples=60)
 @given(epochs(), st.integers(1, 4), st.integers(1, 5))
 def test_a_walk_plans_exactly_the_steps_that_are_not_skipped(epoch, size, most):
     count, cursor, batch, end, gaps = epoch

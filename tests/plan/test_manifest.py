@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from manifests import small
 from msgspec.structs import replace
 
@@ -19,7 +19,6 @@ from dataplane.plan.shards import IndexedShard
 from dataplane.plan.texts import Texts
 from dataplane.plan.views import identity_of, relative_names
 
-modest = settings(max_examples=60)
 sizes = st.integers(0, 2**40)
 huge = st.integers(0, 2**63 - 1)
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -62,7 +61,6 @@ manifests = st.builds(
 )
 
 
-@modest
 @given(manifests)
 def test_manifest_survives_its_file(manifest):
     found = Manifest.from_bytes(manifest.to_bytes())
@@ -77,7 +75,6 @@ def test_manifest_survives_its_file(manifest):
         assert not column.flags.writeable
 
 
-@modest
 @given(st.lists(indexed, max_size=5), filled)
 def test_empty_blocks_are_left_out_and_the_others_keep_their_index(shards, last):
     shards = [*shards, last]
@@ -135,7 +132,6 @@ def test_fingerprint_depends_on_everything_else():
     assert len({small(), *made}) == len(changes) + 1
 
 
-@modest
 @given(st.data())
 def test_a_damaged_file_is_refused(more):
     content = bytearray(small().to_bytes())

@@ -5,7 +5,7 @@ from fractions import Fraction
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 
 from dataplane.model.errors import ConfigError
 from dataplane.model.records import Exhausted, ShareChange
@@ -23,7 +23,6 @@ from dataplane.plan.mixture import Mixed, plan_of
 from dataplane.plan.permute import key
 from plan import golden, plain
 
-modest = settings(max_examples=100)
 layouts = st.lists(st.integers(1, 12), min_size=1, max_size=6)
 words = st.integers(0, 2**64 - 1)
 
@@ -75,7 +74,6 @@ def twin_of(of, epoch, changes, seed=7):
     )  # fmt: skip
 
 
-@modest
 @given(mixtures())
 def test_a_mixture_is_what_the_documentation_defines(drawn):
     of, _rows, epoch, changes = drawn
@@ -84,7 +82,6 @@ def test_a_mixture_is_what_the_documentation_defines(drawn):
     assert list(map(tuple, found)) == twin_of(of, epoch, changes)
 
 
-@modest
 @given(mixtures())
 def test_an_epoch_has_the_next_samples_of_each_source_once(drawn):
     order = order_of(*drawn)
@@ -97,7 +94,6 @@ def test_an_epoch_has_the_next_samples_of_each_source_once(drawn):
     assert np.array_equal(after.base, plan.base + plan.counts)
 
 
-@modest
 @given(mixtures(), words)
 def test_samples_are_those_of_each_source_in_its_own_order(drawn, seed):
     of, rows, _, _ = drawn
@@ -116,7 +112,6 @@ def test_samples_are_those_of_each_source_in_its_own_order(drawn, seed):
             assert list(pairs) == [expected[place] for place in places]
 
 
-@modest
 @given(mixtures(), st.booleans())
 def test_positions_of_finds_every_position_of_a_row_and_no_other(drawn, shuffle):
     order = order_of(*drawn, shuffle=shuffle)
@@ -126,7 +121,6 @@ def test_positions_of_finds_every_position_of_a_row_and_no_other(drawn, shuffle)
         assert np.array_equal(order.positions_of(block, row), expected)
 
 
-@modest
 @given(mixtures())
 def test_samples_of_a_block_stand_within_its_span(drawn):
     rows = drawn[1]
@@ -144,7 +138,6 @@ def test_samples_of_a_block_stand_within_its_span(drawn):
     assert (last[first < 0] == NEVER).all()
 
 
-@modest
 @given(mixtures(), st.data())
 def test_positions_are_found_alike_in_any_company(drawn, more):
     order = order_of(*drawn)
@@ -157,7 +150,6 @@ def test_positions_are_found_alike_in_any_company(drawn, more):
     assert np.array_equal(order.locate(some), whole[:, some])
 
 
-@modest
 @given(mixtures(), st.integers(0, 60))
 def test_a_change_to_the_same_shares_changes_nothing(drawn, position):
     of, rows, epoch, _ = drawn
@@ -285,7 +277,6 @@ def pareto(count):
     return [(1 + source) ** -1.2 for source in range(count)]
 
 
-@modest
 @given(weights, st.lists(st.integers(0, 2**40), min_size=1, max_size=20))
 def test_counts_are_exact_to_less_than_three_and_a_half(given_weights, slots):
     shares = quantised(given_weights)
@@ -298,7 +289,6 @@ def test_counts_are_exact_to_less_than_three_and_a_half(given_weights, slots):
         )
 
 
-@modest
 @given(weights, st.integers(0, FAR), st.integers(1, 200))
 def test_counts_are_what_the_documentation_defines(given_weights, first, count):
     shares = quantised(given_weights)
@@ -312,7 +302,6 @@ def test_counts_are_what_the_documentation_defines(given_weights, first, count):
     assert np.isin(rises, (0, 1)).all()
 
 
-@modest
 @given(weights, st.integers(1, FAR))
 def test_slots_for_is_the_smallest_number_of_slots_with_a_count(given_weights, count):
     tree, shares = CountingTree(quantised(given_weights)), quantised(given_weights)

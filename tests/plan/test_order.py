@@ -28,7 +28,7 @@ words = st.integers(0, 2**64 - 1)
 counts = st.integers(1, 70)
 ramps = st.integers(0, 9)
 epochs = st.just(0) | words
-modest = settings(max_examples=150)
+modest = settings(max_examples=80)
 
 
 def everything(order):

@@ -243,14 +243,12 @@ Int64 = NDArray[np.int64]
 LAYOUTS = st.lists(st.integers(1, 150), min_size=1, max_size=10).map(np.array)
 LANES = st.integers(1, 9) | st.sampled_from([70, 200, 600])
 WINDOWS, RAMPS, SEEDS = st.integers(1, 400), st.integers(0, 4), st.integers(0, 2**64 - 1)
-few = settings(max_examples=60)
 
 
 def balanced(rows: Int64, seed: int, lanes: int, window: int, epoch: int, ramp: int) -> Order:
     return Order(rows, seed, True, lanes, window, epoch, ramp, balanced=True)
 
 
-@few
 @given(LAYOUTS, SEEDS, LANES, WINDOWS, st.integers(0, 1), RAMPS)
 def test_the_order_is_what_the_documentation_defines_and_its_inverse_leads_back(
     rows: Int64, seed: int, lanes: int, window: int, epoch: int, ramp: int
@@ -267,7 +265,6 @@ def test_the_order_is_what_the_documentation_defines_and_its_inverse_leads_back(
     assert (positions <= last).all()
 
 
-@few
 @given(LAYOUTS, SEEDS, LANES, WINDOWS, st.lists(st.integers(0, 2000), max_size=20))
 def test_positions_are_found_alike_in_any_company(
     rows: Int64, seed: int, lanes: int, window: int, some: list[int]

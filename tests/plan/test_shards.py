@@ -43,7 +43,6 @@ from dataplane.plan.views import (
 from dataplane.transforms.options import view_of
 from plan import golden, plain
 
-modest = settings(max_examples=60)
 numbers = st.integers(0, 2**63 - 1)
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 urls = st.one_of(
@@ -75,7 +74,6 @@ def manifest_of(listed):
     )  # fmt: skip
 
 
-@modest
 @given(many)
 def test_columns_give_every_shard_as_it_was(listed):
     listed, manifest = manifest_of(listed)
@@ -90,7 +88,6 @@ def test_columns_give_every_shard_as_it_was(listed):
             found.shards[-len(listed) - 1]
 
 
-@modest
 @given(many)
 def test_fingerprint_and_identity_are_those_of_the_shards_one_by_one(listed):
     listed, manifest = manifest_of(listed)
@@ -99,7 +96,6 @@ def test_fingerprint_and_identity_are_those_of_the_shards_one_by_one(listed):
     assert (found.content, found.layout) == plain_identity(manifest, listed)
 
 
-@modest
 @given(many)
 def test_a_block_has_the_index_that_its_shard_gives_it(listed):
     few = [replace(each, empty_blocks=tuple({at % 7 for at in each.empty_blocks}))
@@ -157,7 +153,6 @@ def plain_identity(manifest, listed):
     return hashed(b"dp-identity-1", [*tags, bytes.fromhex(layout)]), layout
 
 
-@modest
 @given(st.lists(urls, max_size=8), st.binary(min_size=1, max_size=3))
 @example(["https://h/a?b=1", "s3://b/a?b"], b"?")
 @example(["same/1", "same/1"], b"/")
@@ -179,7 +174,6 @@ def test_texts_in_one_buffer_equal_separate_texts(listed, marks):
         assert [found.content[a:b].tobytes().decode() for a, b in places] == plain_names(listed)
 
 
-@modest
 @given(st.lists(st.lists(st.binary(max_size=9), min_size=3, max_size=3), max_size=9))
 def test_records_are_their_pieces_one_after_the_other(rows):
     columns = [*zip(*rows, strict=True)] or [(), (), ()]
@@ -419,7 +413,7 @@ def stored(whole: Manifest, of_view: Manifest, view: View) -> list[list[tuple[in
     return found
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(SHARDS, ORDERED_VIEWS, st.data())
 def test_a_view_is_read_once_and_alike_on_any_number_of_ranks(
     shards: list[list[int]], view: View, data: st.DataObject

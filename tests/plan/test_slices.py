@@ -13,7 +13,7 @@ from dataplane.model.records import End, PackPolicy, PackSpec, View
 from dataplane.plan.order import Order
 from dataplane.plan.slices import Slice
 
-modest = settings(max_examples=150)
+modest = settings(max_examples=80)
 ends = st.sampled_from(End)
 
 
@@ -109,7 +109,6 @@ def test_many_steps_at_once_are_the_steps_one_by_one(epoch, first, stride, more)
     assert many.valid.tolist() == [int(each.valid[0]) for each in singly]
 
 
-@settings(max_examples=60)
 @given(
     st.lists(st.integers(1, 30), min_size=1, max_size=12).map(np.array),
     st.integers(0, 2**64 - 1),

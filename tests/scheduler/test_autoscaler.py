@@ -47,7 +47,6 @@ def test_there_are_never_more_or_fewer_than_allowed(least, more, seen):
             assert autoscaler.count == least
 
 
-@settings(max_examples=50)
 @given(least=counts, more=counts, useful=st.floats(1, 128), demand=st.floats(0.1, 200))
 def test_as_many_workers_stay_as_raise_the_trainers_rate(least, more, useful, demand):
     autoscaler = settled(Autoscaler(least, least + more, least), useful, demand)
@@ -120,7 +119,7 @@ def test_all_stay_if_nothing_was_made_before():
     assert changes(Autoscaler(4, 64, 4), helped) == [(2, 64)]
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(least=counts, more=counts, useful=st.floats(1, 128), demand=st.floats(0.1, 200))
 def test_nine_tenths_of_the_last_rate_are_reached_three_seconds_after_the_first_wait(
     least, more, useful, demand

@@ -118,7 +118,7 @@ def _check_farthest(memory: Memory) -> None:
         assert 2 * use >= max(following, default=0)
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(st.lists(st.integers(1, 5), min_size=2, max_size=30), st.data())
 def test_whatever_happens_the_farthest_goes_first(rows: list[int], data: st.DataObject) -> None:
     total = sum(rows)
@@ -211,7 +211,6 @@ def test_blocks_stay_in_order_when_one_of_them_changes_its_reader_during_a_look(
     assert memory.farthest() == [(200, 120), (90, 10)]
 
 
-@settings(max_examples=60)
 @given(
     st.sets(st.integers(0, 299), min_size=1, max_size=12),
     st.lists(st.lists(st.integers(0, 120), min_size=3, max_size=3), min_size=1, max_size=6),
@@ -311,7 +310,6 @@ def _fewest(uses: tuple[int, ...], room: int) -> int:
     return best(0, frozenset())
 
 
-@settings(max_examples=60)
 @given(st.integers(0, 99), st.sampled_from([1, 4, 8]), st.integers(1, 3), st.integers(1, 3))
 def test_reading_an_epoch_misses_no_more_than_lru_and_no_less_than_the_best(
     seed: int, window: int, lanes: int, room: int

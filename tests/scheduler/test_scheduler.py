@@ -11,7 +11,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 from scheduler_consumers import Consumer
@@ -34,27 +34,23 @@ Effect = events.Effect
 Decide = Callable[[events.Event, float], list[Effect]]
 
 
-@settings(max_examples=60)
 @given(SEEDS)
 def test_every_stream_gets_its_batches_in_order_and_nothing_is_left(seed: int) -> None:
     run = simulate(lambda: Run(random.Random(seed), tight=False), several)
     assert not [c.error for c in run.consumers if c.error is not None]
 
 
-@settings(max_examples=40)
 @given(SEEDS)
 def test_streams_that_keep_every_slab_still_reach_the_end(seed: int) -> None:
     run = simulate(lambda: Run(random.Random(seed), tight=False, hoard=True), several)
     assert not [c.error for c in run.consumers if c.error is not None]
 
 
-@settings(max_examples=40)
 @given(SEEDS, st.integers(0, 150))
 def test_whatever_is_under_way_when_all_is_closed_nothing_is_left(seed: int, acts: int) -> None:
     simulate(lambda: Run(random.Random(seed), tight=False), several, acts)
 
 
-@settings(max_examples=40)
 @given(SEEDS)
 def test_an_arena_that_is_too_small_is_an_error_and_never_a_hang(seed: int) -> None:
     run = simulate(lambda: Run(random.Random(seed), tight=True), several)
@@ -62,7 +58,6 @@ def test_an_arena_that_is_too_small_is_an_error_and_never_a_hang(seed: int) -> N
         assert consumer.error is None or isinstance(consumer.error, BudgetTooSmall)
 
 
-@settings(max_examples=40)
 @given(SEEDS)
 def test_a_block_that_cannot_be_read_fails_only_the_consumers_that_need_it(seed: int) -> None:
     def scene(run: Run) -> None:
@@ -82,7 +77,6 @@ def test_a_block_that_cannot_be_read_fails_only_the_consumers_that_need_it(seed:
             assert not consumer.blocks_needed & broken
 
 
-@settings(max_examples=40)
 @given(SEEDS)
 def test_a_store_that_is_away_costs_no_batch(seed: int) -> None:
     def scene(run: Run) -> None:
@@ -93,7 +87,6 @@ def test_a_store_that_is_away_costs_no_batch(seed: int) -> None:
     assert not [c.error for c in run.consumers if c.error is not None]
 
 
-@settings(max_examples=40)
 @given(SEEDS)
 def test_a_machine_without_memory_fails_those_who_need_it_and_leaves_nothing(seed: int) -> None:
     def scene(run: Run) -> None:
@@ -105,7 +98,6 @@ def test_a_machine_without_memory_fails_those_who_need_it_and_leaves_nothing(see
         assert consumer.error is None or isinstance(consumer.error, BudgetTooSmall)
 
 
-@settings(max_examples=40)
 @given(SEEDS)
 def test_however_few_loads_are_begun_at_once_every_stream_gets_its_batches(seed: int) -> None:
     with mock.patch.object(scheduler, "_STARTS_MAX", 1):

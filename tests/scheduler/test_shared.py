@@ -51,7 +51,6 @@ def together(run: Run, *, peers: bool) -> None:
         place = place if peers else run.deliver_to(world, group, is_declared=True)
 
 
-@settings(max_examples=40)
 @given(SEEDS, st.booleans())
 def test_where_there_is_room_each_slab_is_made_once(seed: int, peers: bool) -> None:
     run = simulate(
@@ -67,7 +66,6 @@ def test_where_there_is_room_each_slab_is_made_once(seed: int, peers: bool) -> N
     assert told == [{"made": len(made), "copied": run.outside.copied}] * bool(run.outside.copied)
 
 
-@settings(max_examples=40)
 @given(SEEDS)
 def test_a_stopped_job_delays_no_other_job(seed: int) -> None:
     def scene(run: Run) -> None:
@@ -81,13 +79,11 @@ def test_a_stopped_job_delays_no_other_job(seed: int) -> None:
         assert consumer.stopped or consumer.is_done
 
 
-@settings(max_examples=40)
 @given(SEEDS, st.integers(0, 150))
 def test_whatever_is_under_way_when_jobs_end_nothing_is_left(seed: int, acts: int) -> None:
     simulate(lambda: Run(random.Random(seed), tight=False), jobs, acts)
 
 
-@settings(max_examples=40)
 @given(SEEDS)
 def test_kept_slabs_do_not_make_a_small_arena_hang(seed: int) -> None:
     run = simulate(lambda: Run(random.Random(seed), tight=True), jobs)
@@ -193,7 +189,6 @@ def test_a_slab_is_found_by_a_task_of_the_same_steps_and_by_no_other() -> None:
     assert shared.find(task(1, 40, 2, 3, Group("another", is_declared=True))) is None
 
 
-@settings(max_examples=60)
 @given(st.data())
 def test_a_consumer_needs_exactly_the_steps_that_it_has_not_reached(
     data: st.DataObject,

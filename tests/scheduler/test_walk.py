@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane.model.changes import EpochSteps
@@ -63,7 +63,6 @@ def _samples(plan: Plan) -> list[tuple[int, int]]:
     return [(plan.blocks[b], r) for b, r in plan.row_index.tolist()]
 
 
-@settings(max_examples=80)
 @given(walks(), st.data())
 def test_the_plans_of_a_walk_are_the_steps_of_its_slice(
     drawn: tuple[Walk, Order, Slice, Stream, int], data: st.DataObject
@@ -104,7 +103,6 @@ def test_plans_are_shorter_where_a_source_of_few_packs_is_drawn_too_often() -> N
     assert 1 < max(len(plan.batches) for plan in plans) < 64
 
 
-@settings(max_examples=40)
 @given(walks(), st.data())
 def test_a_plan_that_is_split_is_the_same_batches_of_the_blocks_that_each_needs(
     drawn: tuple[Walk, Order, Slice, Stream, int], data: st.DataObject
@@ -117,7 +115,6 @@ def test_a_plan_that_is_split_is_the_same_batches_of_the_blocks_that_each_needs(
         assert _samples(first) + _samples(rest) == _samples(plan)
 
 
-@settings(max_examples=40)
 @given(st.integers(1, 64), st.integers(1, 256), st.integers(1, 1000))
 def test_plans_become_as_long_as_slabs_turn_out_to_have_room(first, most, batch_bytes):
     rows = np.array([100] * 10, np.int64)
@@ -182,7 +179,6 @@ def test_a_slab_of_less_than_half_of_the_usual_batches_changes_no_estimate() -> 
         assert sizes.batches == found
 
 
-@settings(max_examples=40)
 @given(st.integers(0, 9), st.integers(1, 3), st.integers(1, 6), st.integers(1, 4))
 def test_aligned_plans_end_at_the_same_steps_of_the_epoch_whoever_walks(
     later: int, stride: int, batches: int, batch: int
@@ -211,7 +207,6 @@ def test_a_walk_over_images_says_how_they_are_made_and_whether_they_are_cropped(
         assert walk.crops == crops
 
 
-@settings(max_examples=60)
 @given(walks(), st.data())
 def test_a_fed_walk_plans_exactly_the_ranges_that_it_was_fed(
     drawn: tuple[Walk, Order, Slice, Stream, int], data: st.DataObject

@@ -197,23 +197,23 @@ def test_bad_rows_are_replaced_alike_everywhere_and_are_in_the_ledger(
     if planned is not None:
         assert alone == [instead.get(row, row) for row in planned]
     assert sorted(alone) == sorted(instead.get(row, row) for row in range(ROWS))
-    for size in (2, 3):
-        state = None
-        parts: list[list[int]] = [[] for _ in range(size)]
-        ranks = [
-            DataLoader(folder, name=f"{name}-{size}", dp_rank=at, dp_size=size, **options)
-            for at in range(size)
-        ]
-        for at, loader in enumerate(ranks):
-            batches = iter(loader)
-            for _ in range(4):
-                parts[at] += next(batches)["id"].tolist()
-            state = loader.state_dict()
-            loader.close()
-        begun = [row for rows in zip(*parts, strict=True) for row in rows]
-        with DataLoader(folder, name=f"{name}-{size}-on", **options) as loader:
-            loader.load_state_dict(state)
-            assert begun + ids(loader) == alone
+    size = 3
+    state = None
+    parts: list[list[int]] = [[] for _ in range(size)]
+    ranks = [
+        DataLoader(folder, name=f"{name}-{size}", dp_rank=at, dp_size=size, **options)
+        for at in range(size)
+    ]
+    for at, loader in enumerate(ranks):
+        batches = iter(loader)
+        for _ in range(4):
+            parts[at] += next(batches)["id"].tolist()
+        state = loader.state_dict()
+        loader.close()
+    begun = [row for rows in zip(*parts, strict=True) for row in rows]
+    with DataLoader(folder, name=f"{name}-{size}-on", **options) as loader:
+        loader.load_state_dict(state)
+        assert begun + ids(loader) == alone
     rows = {row["row"] + SHARD * row["shard"]: row for row in quarantined(service, name, capsys)}
     assert rows.keys() == instead.keys()
     if name not in {"parquet", "arrow"}:

@@ -16,7 +16,7 @@ import torch
 from dataplane_torch import DataLoader, Ragged
 from dataplane_torch.options import brief
 from fake_node import sample
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane.client.state import RunState
@@ -454,7 +454,6 @@ def test_garbled_states_are_refused(garbage, error) -> None:
         st.none() | st.integers() | st.text(),
     )
 )
-@settings(max_examples=50)
 def test_any_state_is_read_or_refused(garbage) -> None:
     with pytest.raises(ConfigError):
         RunState.from_dict(garbage)

@@ -21,7 +21,7 @@ from dataplane_torch.sending import Sending
 from dataplane_torch.tensors import tensor_over
 from fake_device import FakeCopyStream, FakeDevice, Stream
 from fake_node import open_job
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane.client.endpoint import find_endpoint
@@ -109,7 +109,6 @@ def train(seed: int, stream_of: Any = FakeCopyStream, *, when_unread: bool = Tru
 
 
 @given(st.integers(0, 1 << 32))
-@settings(max_examples=100)
 def test_every_step_reads_its_own_batch_however_late_the_device_is(seed) -> None:
     """(1), (3)"""
     device = train(seed)
@@ -234,7 +233,6 @@ ANY_BATCH = st.recursive(
 
 
 @given(ANY_BATCH)
-@settings(max_examples=60)
 def test_only_the_tensors_of_a_structure_are_replaced(batch) -> None:
     device = FakeDevice()
     out = sent(batch, device)

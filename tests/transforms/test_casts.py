@@ -12,7 +12,7 @@ import pytest
 from arrow_columns import Leaf, canonical_values, comparable
 from arrow_layouts import ARRAYS
 from foreign_values import exact_values
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane.model.errors import ConfigError, CorruptShard
@@ -63,7 +63,6 @@ def flat(leaf: Leaf) -> list[float | None]:
     return [value for row in rows for value in row]
 
 
-@settings(max_examples=90)
 @given(
     st.integers(0, 4).flatmap(lambda rows: arrow_columns.batches(rows, 2)),
     st.sampled_from(ListPolicy),

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from arrow_columns import Leaf, canonical_values, comparable
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane.model.errors import ConfigError
@@ -34,7 +34,6 @@ URL = "file:///shard.parquet"
 LISTS = st.sampled_from(ListPolicy)
 
 
-@settings(max_examples=90)
 @given(
     st.integers(0, 4).flatmap(arrow_columns.batches),
     LISTS,
@@ -295,7 +294,6 @@ def without_null_rows(leaf: Leaf) -> Leaf:
     return Leaf(leaf.name, leaf.kind, values, leaf.dtype, leaf.shape)
 
 
-@settings(max_examples=70)
 @given(st.integers(0, 4).flatmap(arrow_columns.batches), st.sampled_from(ListPolicy))
 def test_every_column_of_any_type_is_beside_what_was_null_in_it(drawn, lists):
     batch, leaves = drawn

@@ -304,7 +304,6 @@ def _tables(draw: st.DrawFn) -> pa.Table:
     )
 
 
-@settings(max_examples=90)
 @given(_tables(), _conditions())
 def test_rows_are_those_of_a_plain_evaluation_and_statistics_agree(
     table: pa.Table, case: tuple[str, Oracle]
@@ -428,7 +427,7 @@ def batch_of(given: dict[str, list[Any]]) -> pa.RecordBatch:
     return pa.record_batch({name: pa.array(each, TYPES[name][0]) for name, each in given.items()})
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(columns(1), st.sampled_from(CONSTANTS), st.sampled_from(list(OPERATORS)))
 @example({"d128": [decimal.Decimal("0.70")]}, "0.7", "==")
 @example({"d128": [decimal.Decimal(f"{2**53 + 1}.07")]}, "9007199254740993", ">")
@@ -449,7 +448,7 @@ def test_a_column_is_compared_with_a_constant_as_it_is_written(
     assert values(f"{name} not in ({constant}, 77)", batch) == is_other
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(columns(2), st.sampled_from(list(OPERATORS)))
 @example({"i32": [2**24 + 1], "f32": [2.0**24]}, ">")
 @example({"i64": [2**53 + 1], "f64": [2.0**53]}, "==")

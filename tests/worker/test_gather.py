@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from arrow_columns import Leaf, canonical_values, comparable
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kernels import BOTH, Open, rows_by
 from msgspec.structs import replace
@@ -112,7 +112,6 @@ def _whole(case: Case) -> Assembled:
 DRAWN = st.integers(1, 8).flatmap(lambda rows: arrow_columns.batches(rows, 3))
 
 
-@settings(max_examples=60)
 @given(st.data(), DRAWN, st.sampled_from(ListPolicy))
 def test_every_batch_that_fits_is_gathered_and_nothing_else_is_written(
     data: st.DataObject, drawn: tuple[pa.RecordBatch, tuple[Leaf, ...]], lists: ListPolicy
@@ -138,7 +137,6 @@ def test_every_batch_that_fits_is_gathered_and_nothing_else_is_written(
     case.check(slab, result)
 
 
-@settings(max_examples=60)
 @given(st.data(), DRAWN, st.sampled_from(ListPolicy))
 def test_the_kernel_and_numpy_write_the_same_bytes(
     data: st.DataObject, drawn: tuple[pa.RecordBatch, tuple[Leaf, ...]], lists: ListPolicy
@@ -154,7 +152,6 @@ def test_the_kernel_and_numpy_write_the_same_bytes(
     assert slabs[0] == slabs[1]
 
 
-@settings(max_examples=100)
 @given(st.data(), DRAWN, st.sampled_from(ListPolicy), st.sampled_from(BOTH))
 def test_parts_of_a_slab_in_any_order_are_the_whole_and_write_nothing_else(
     data: st.DataObject,
@@ -175,7 +172,6 @@ def test_parts_of_a_slab_in_any_order_are_the_whole_and_write_nothing_else(
     assert slab == whole
 
 
-@settings(max_examples=50)
 @given(st.data(), DRAWN, st.sampled_from(ListPolicy))
 def test_batches_that_fit_have_the_same_bytes_as_in_a_slab_of_their_own(
     data: st.DataObject, drawn: tuple[pa.RecordBatch, tuple[Leaf, ...]], lists: ListPolicy
@@ -263,7 +259,6 @@ def slab_of(
     return bytes(slab), told
 
 
-@settings(max_examples=70)
 @given(st.data(), st.integers(2, 14).flatmap(lambda rows: arrow_columns.batches(rows, 4)))
 def test_a_slab_from_excerpts_and_whole_blocks_equals_one_from_whole_blocks(
     data: st.DataObject, drawn: tuple[pa.RecordBatch, tuple[Leaf, ...]]
@@ -342,7 +337,6 @@ def table(dtypes: list[str], rows: int, seed: int, *, nulls: bool) -> pa.RecordB
     return pa.record_batch(columns)
 
 
-@settings(max_examples=60)
 @given(
     dtypes=st.lists(numbers, min_size=1, max_size=7),
     rows=st.sampled_from([0, 1, 5, 300]),
@@ -373,7 +367,6 @@ def test_a_stack_is_its_columns_side_by_side(dtypes, rows, seed, target, data):
     np.testing.assert_array_equal(values, np.stack(wanted, 1))
 
 
-@settings(max_examples=40)
 @given(drawn=st.integers(1, 9).flatmap(lambda rows: arrow_columns.batches(rows, 5)))
 def test_any_column_that_is_a_number_can_be_stacked_and_any_other_says_why_not(drawn):
     batch, leaves = drawn

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pytest
 from arrow_columns import Leaf
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kernels import BOTH, Open, rows_by
 from msgspec.structs import replace
@@ -318,7 +318,6 @@ def _all_small(
     )
 
 
-@settings(max_examples=50)
 @given(st.data(), st.integers(1, 12).flatmap(lambda rows: arrow_columns.batches(rows, 4)))
 def test_any_block_gives_the_same_slab_packed_or_not(
     data: st.DataObject, drawn: tuple[pa.RecordBatch, tuple[Leaf, ...]]

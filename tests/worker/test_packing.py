@@ -172,7 +172,6 @@ def keys_of_some(draw: st.DrawFn, kept: list[int]) -> dict[int, int]:
     return some
 
 
-@settings(max_examples=90)
 @given(BLOCKS, forms(), st.sampled_from(DTYPES), st.sampled_from([None, 5]), st.data())
 def test_packs_have_the_tokens_of_their_documents_and_say_where_these_lie(
     drawn: list[Documents], pack: PackSpec, dtype: str, keyed: int | None, data: st.DataObject
@@ -336,7 +335,7 @@ def test_a_pack_that_a_block_does_not_have_is_refused() -> None:
             gather.into(memoryview(bytearray(4096)))
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(st.data(), st.sampled_from([PackPolicy.BEST_FIT, PackPolicy.PAD]))
 def test_damaged_packs_are_refused_or_stay_within_the_slab(
     data: st.DataObject, policy: PackPolicy

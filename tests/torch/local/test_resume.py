@@ -470,7 +470,7 @@ def damaged(draw: Any) -> Any:
 
 
 @given(damaged())
-@settings(max_examples=120)
+@settings(max_examples=80)
 def test_any_state_is_read_or_refused(state) -> None:
     with DataLoader(Samples("int", 8), 2, shuffle=True) as loader:
         try:
