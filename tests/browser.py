@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
@@ -235,6 +236,12 @@ class LivePage:
             assert time.monotonic() < deadline, (script, self.said)
             threading.Event().wait(0.05)
         return value
+
+    def screenshot(self, path: Path) -> None:
+        """Write what the window shows, as PNG."""
+        path.write_bytes(
+            base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"])
+        )
 
     def send(self, method: str, **params: Any) -> dict[str, Any]:
         """Send a command and return its result."""

@@ -1,8 +1,9 @@
 """Injects six faults into a real service, one after another, and checks that each is named rightly: by
 the metrics, by `dataplane status` and `dataplane doctor`, and by the alert that fires in a Prometheus.
 
-python tests/faults.py [FAULT …], four minutes for all; ends with 1 if one is named wrongly. Windows of
-alert rules are 30 times shorter than in deploy/prometheus, and all else is as it is there.
+python tests/faults.py [--picture FILE] [FAULT …], four minutes for all; ends with 1 if one is named
+wrongly. Windows of alert rules are 30 times shorter than in deploy/prometheus, and all else is as it is
+there. The picture, for docs/metrics.md, is that of Prometheus during the slow store.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.parse
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import scrapes
 from awry import Awry, Mood, awry_server
+from browser import LivePage
 from fleet import DATAPLANE, Service
 from trusted import TOKEN
 
@@ -38,6 +41,8 @@ ROWS, ROW_BYTES, GROUP = 400, 2048, 20
 SMALL = ("--block-arena-bytes", "1MiB", "--slab-bytes", "64KiB", "--worker-count", "1",
          "--delivery-bytes-per-rank", "512KiB", "--lease-s", "3", "--stall-timeout-s", "600",
          "--fetch-timeout-s", "8", "--allowed-functions", "user_functions:")  # fmt: skip
+
+GRAPH = "max by (stage) (rate(dataplane_exposed_seconds_total[10s]))"
 
 _pause = threading.Event()
 
@@ -322,7 +327,16 @@ def service_checked(scene: Scene) -> set[str]:
     return {check["found"] for check in checks if check["advice"]}
 
 
-def tried(name: str, folder: Path) -> tuple[str, ...]:
+def photographed(prometheus: Any, path: Path) -> None:
+    """Write a picture of Prometheus' graph of exposed time."""
+    of = {"g0.expr": GRAPH, "g0.tab": 0, "g0.stacked": 0, "g0.range_input": "3m"}
+    with LivePage(f"{prometheus.url}/graph?{urllib.parse.urlencode(of)}", 1000, 900) as page:
+        page.until("document.querySelector('svg path')")
+        _pause.wait(3.0)  # the legend follows
+        page.screenshot(path)
+
+
+def tried(name: str, folder: Path, picture: Path | None = None) -> tuple[str, ...]:
     """Inject a fault; return a row of the table, whose last cell is "" if all is named rightly."""
     fault = FAULTS[name]
     with scene(folder, fault) as at:
@@ -342,6 +356,8 @@ def tried(name: str, folder: Path) -> tuple[str, ...]:
                     said = service_checked(at)
                 wrong = missed if "nothing yet" in wrong else wrong & missed
                 wrong |= set() if _is_named(fault.service, said) else {"doctor --join"}
+            if picture is not None and name == "slow store":
+                photographed(at.prometheus, picture)
             assert seen is not None
             took = time.monotonic() - began
             doctor = doctored(fault) if fault.has_run else ""
@@ -384,9 +400,10 @@ def wait(is_so: Callable[[], object], folder: Path) -> None:
 def main(names: list[str]) -> int:
     """Print the table."""
     rows = [("fault", "metric", "exposed", "status", "doctor", "alerts", "after", "wrong")]
-    for name in names or FAULTS:
+    picture = Path(names.pop(1)) if names[:1] == ["--picture"] else None
+    for name in names[picture is not None :] or FAULTS:
         with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-            rows.append(tried(name, Path(folder)))
+            rows.append(tried(name, Path(folder), picture))
         sys.stderr.write(f"{rows[-1]}\n")
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
