@@ -93,6 +93,25 @@ class Jobs:
         Raises:  ConfigError and its subclasses: the dataset, the spec, the place or a budget is
         wrong.  DataStallError: the coordinator does not answer within the stall timeout.
         """
+        try:
+            return await self._open(request)
+        except DataplaneError as error:
+            self._log("job not opened", request, error)
+            raise
+
+    def no_batch(self, member: ServedMember | None, error: DataplaneError) -> None:
+        """Log the error that a rank gets in place of a batch."""
+        if member is not None:
+            self._log("no batch", member.request, error)
+
+    def _log(self, event: str, request: messages.OpenJob, error: DataplaneError) -> None:
+        # The trainer of an embedded node shows the error itself, in the same terminal.
+        say = _trace.noted if self._config.embedded else _trace.failed
+        shard = error.nouns.get("shard")
+        at = {"shard": shard} if shard else {}
+        say(event, job=request.job_id, rank=request.topology.rank, **at, error=error)
+
+    async def _open(self, request: messages.OpenJob) -> tuple[ServedMember, messages.JobOpened]:
         check_names(request)
         began, place = time.monotonic(), request.topology
         await self.opener.manifests(request)

@@ -127,6 +127,8 @@ class TrainerConnection:
         """Answer a request; the answer waits in the outbox while the trainer does not read."""
         if isinstance(body, messages.Slab) and (member := self._streams.get(body.stream_id)):
             member.count_slab(body)
+        elif isinstance(body, DataplaneError) and request_id in self._awaited_slabs:
+            self._server.jobs.no_batch(self._streams.get(self._awaited_slabs[request_id]), body)
         self._post(request_id, encode(messages.FromNode(request_id, body)), descriptors)
 
     def _post(self, request_id: int, wire: bytes, descriptors: tuple[int, ...]) -> None:

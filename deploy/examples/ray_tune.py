@@ -35,8 +35,7 @@ def trial(given):
     optimizer = torch.optim.SGD(model.parameters(), given["lr"])
     with DataLoader(
         given["shards"], batch_size=given["batch"], shuffle=True, seed=7,
-        transforms={"jpg": [RandomResizedCrop(64)]}, on_bad="replace", sharing="sweep",
-        service=given["service"],
+        transforms={"jpg": [RandomResizedCrop(64)]}, sharing="sweep", service=given["service"],
     ) as loader:  # fmt: skip
         for _ in range(given["epochs"]):
             rows, total = 0, 0.0

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from dataplane_torch import CenterCrop, DataLoader, Pack
-from fleet import Service
+from fleet import Log, Service
 from pictures import drawn, encoded
 from shards import example_bytes, json_lines, tar_bytes, tfrecord_bytes
 
@@ -25,6 +25,7 @@ from dataplane.cli import run
 from dataplane.model.errors import ConfigError, CorruptShard
 from dataplane.plan.tombstones import substitute, substitute_key
 
+LOG = "service.log"
 ROWS, SHARD, GROUP, SEED, LARGE = 120, 60, 5, 5, 60_000
 BAD = (3, 17, 18, 40, 70, 119)
 BAD_GROUPS = ((0, 4), (1, 11))
@@ -166,7 +167,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             os.pathsep.join((str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", ""))),
         )
         arguments = ("--listen", "127.0.0.1:0", "--service", name, "--worker-count", "2")
-        with Service(*arguments, within=("env",)) as served:
+        with Service(*arguments, within=("env",), log=Path(state, LOG)) as served:
             yield served.address
 
 
@@ -315,3 +316,21 @@ def test_documents_that_a_map_rejects_are_in_no_pack(tmp_path: Path, service: st
 def test_wrong_options_are_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         DataLoader("/nowhere", 1, **options)
+
+
+def test_the_log_of_a_node_says_which_rank_gets_no_batch_and_which_job_does_not_open(
+    tmp_path: Path, service: str
+) -> None:
+    folder, log = folder_of(tmp_path, "jsonl"), Log(Path(os.environ["DATAPLANE_STATE_DIR"], LOG))
+    with DataLoader(folder, 12, name="damaged") as loader, pytest.raises(CorruptShard):
+        ids(loader)
+    (line, *_) = log.wait_for("no batch job=damaged")
+    assert f"rank=0 shard=file://{folder}/" in line
+    assert "error=" in line
+    with (
+        DataLoader(folder, 12, name="lost", columns=["lost"]) as loader,
+        pytest.raises(ConfigError),
+    ):
+        ids(loader)
+    (line, *_) = log.wait_for("job not opened job=lost")
+    assert "rank=0 error=" in line
