@@ -25,7 +25,7 @@ from dataplane.transforms.steps import registry
 ROOT = Path(__file__).resolve().parents[1]
 # What a reader comes to do, and its pages; a page belongs to the first pattern that matches it.
 SECTIONS = {
-    "Start": ("start/*",),
+    "Start": ("start/*", "examples.md", "assistants.md"),
     "Migrate": ("migrate/names.md", "migrate/*"),
     "How to": ("howto/index.md", "howto/*", "trainers.md", "parallel.md"),
     "Reference": ("reference/*", "formats.md", "metrics.md", "order.md"),
@@ -43,6 +43,9 @@ MOVED = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changes.md",
+    "examples/README.md": "examples.md",
+    "skills/dataplane/SKILL.md": "assistants.md",
+    "llms.txt": "llms.txt",
 }
 LINK = re.compile(r"(\]\()(?!https?://|#|mailto:)([^)#]+)((?:#[^)]*)?\))")
 # Python-Markdown knows no fence with more than its language: "```python test".
@@ -241,7 +244,7 @@ def title(page: Path) -> str:
 
 def nav() -> dict[str, dict[str, str]]:
     """The pages of each section, by their titles."""
-    left = {name: path for name, path in pages().items() if name != "index.md"}
+    left = {name: path for name, path in pages().items() if name not in {"index.md", "llms.txt"}}
     left["changes.md"], sections = left.pop("changes.md"), {}
     for section, patterns in SECTIONS.items():
         for pattern in patterns:
@@ -255,11 +258,11 @@ def moved(text: str, page: Path) -> str:
     names = {path: name for name, path in pages().items()}
 
     def link(match: re.Match[str]) -> str:
-        target = (page.parent / match[2]).resolve()
-        if target not in names:
+        target, docs = (page.parent / match[2]).resolve(), ROOT / "docs"
+        if target not in names and not target.is_relative_to(docs):
             return match[0]
-        depth = names[page].count("/")
-        return match[1] + "../" * depth + names[target] + match[3]
+        name = names.get(target) or target.relative_to(docs).as_posix()
+        return match[1] + "../" * names[page].count("/") + name + match[3]
 
     return LINK.sub(link, FENCE.sub(r"\1", text))
 
