@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.progress import TaskID
 
 from dataplane.commands import output
-from dataplane.formats import registry
+from dataplane.formats import folders, registry
 from dataplane.formats.arrays import decoded
 from dataplane.formats.base import RawBlock
 from dataplane.index.indexing import Connect, IndexProgress, Progress, open_manifest
@@ -142,7 +142,7 @@ def read_block(
         body=read(place),
     )
     needed = reads_columns(view, schema, columns)
-    batch = registry.by_name(manifest.format).decode(raw, schema, needed)
+    batch = folders.decoded(registry.by_name(manifest.format), raw, schema, needed)
     rows = RowFilter.of(view, schema)
     if rows is not None:
         stored = StoredRows.of(manifest, view).of_block(block)

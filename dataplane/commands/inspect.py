@@ -69,17 +69,14 @@ def inspect(
     """
     from dataplane.commands.datasets import facts, opened, schema_of
     from dataplane.formats.unsupported import unsupported
-    from dataplane.index.viewing import folder_keys
     from dataplane.settings import node_config
 
     manifest = opened(urls, format_name, workers, node_config(settings), view)
     schema = schema_of(manifest)
     refused = {field.name: why for field in schema if (why := unsupported(field))}
-    folders = {key: f"the name of folders {key}=…, not a column" for key in folder_keys(manifest)}
     rows = first_rows(manifest, row_count, view)
     if as_json:
         types = {field.name: str(field.type) for field in schema}
-        refused |= folders
         found = {"schema": types, "not_supported": refused, **facts(manifest), "rows": rows}
         output.write_json(found)
         return
@@ -88,11 +85,8 @@ def inspect(
     output.write_table(
         ("column", "type"),
         [
-            *(
-                (field.name, f"{field.type}{', not supported' if field.name in refused else ''}")
-                for field in schema
-            ),
-            *folders.items(),
+            (field.name, f"{field.type}{', not supported' if field.name in refused else ''}")
+            for field in schema
         ],
     )
     if rows:

@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import islice, pairwise
@@ -25,6 +25,7 @@ from msgspec import Struct, structs
 
 from dataplane.base.trace import Trace
 from dataplane.formats import registry
+from dataplane.formats.folders import folder_names, known_bounds
 from dataplane.formats.index_frames import frame, frames_in
 from dataplane.index.journal import RunLogs, SealedFiles, cache_faults, digest, written_at
 from dataplane.index.projection import Projection
@@ -35,7 +36,7 @@ from dataplane.plan.permute import Words
 from dataplane.plan.views import first_rows, has_shares, rows_only, shard_words, shared_counts
 from dataplane.rpc import tasks
 from dataplane.store.urls import local_path
-from dataplane.transforms.row_filter import RowFilter
+from dataplane.transforms.row_filter import BlockRows, RowFilter
 
 COUNT_VERSION = 3
 """Grows when the same view of the same rows may have other counts."""
@@ -136,8 +137,8 @@ class _Run:
         self._manifest, self._view = manifest, view
         self._connect, self._count_rows, self._progress = connect, count_rows, progress
         self._stop = threading.Event()
-        schema = pa.ipc.read_schema(pa.py_buffer(manifest.schema))
-        rows = RowFilter.of(view, schema)
+        self._schema = schema = pa.ipc.read_schema(pa.py_buffer(manifest.schema))
+        self._rows = rows = RowFilter.of(view, schema)
         columns = () if rows is None else rows.columns
         self._projection = _projection(manifest, [name in columns for name in schema.names])
         self._first_rows = first_rows(manifest)
@@ -162,6 +163,7 @@ class _Run:
             known = remembered.get(key)
             if known is not None and len(known) == stretches[at].stop - stretches[at].first:
                 self._accept(at, stretches[at], known)
+        self._accept_known(stretches)
         self._report(len(stretches))
         todo = [at for at in range(len(stretches)) if at not in self._done]
         self._in_parallel(stretches, todo, keys, journal)
@@ -176,6 +178,27 @@ class _Run:
         for shard, (first, stop) in enumerate(pairwise(starts)):
             for at in range(first, stop, _STRETCH_BLOCKS):
                 yield _Stretch(shard, at, min(at + _STRETCH_BLOCKS, stop))
+
+    def _accept_known(self, stretches: Sequence[_Stretch]) -> None:
+        """Count stretches whose shard's folders decide the condition: nobody reads them."""
+        rows, schema, manifest = self._rows, self._schema, self._manifest
+        if rows is None or rows.condition is None:
+            return
+        names = rows.condition.fields
+        if folder_names(schema).keys().isdisjoint(names):
+            return
+        for at, stretch in enumerate(stretches):
+            url = manifest.shards.urls[stretch.shard]
+            bounds = known_bounds(url, schema, names, 1)
+            blocks = range(stretch.first, stretch.stop)
+            known = [rows.count_known(bounds, self._block_rows(stretch.shard, at)) for at in blocks]
+            if None not in known:
+                self._accept(at, stretch, np.array(known, np.int64))
+
+    def _block_rows(self, shard: int, block: int) -> BlockRows:
+        word = 0 if self._words is None else self._words.item(shard)
+        count = self._manifest.block_rows.item(block)
+        return BlockRows(count, self._first_rows.item(block), word)
 
     def _key(self, stretch: _Stretch) -> str:
         shards, first = self._manifest.shards, self._manifest.shards.block_starts
@@ -288,6 +311,7 @@ def _projection(manifest: Manifest, is_wanted: list[bool]) -> Projection | None:
     columns are wanted.
     """
     places = manifest.column_places
+    is_wanted = is_wanted[: None if places is None else places.column_count]
     if places is None or places.column_count != len(is_wanted) or all(is_wanted):
         return None
     return Projection.of(places, manifest.block_length, manifest.block_decoded, is_wanted)

@@ -50,6 +50,7 @@ from dataplane.index.run import (
     StoredShard,
 )
 from dataplane.index.shared_schema import SharedSchema
+from dataplane.index.viewing import with_folder_columns
 from dataplane.model.config import NodeConfig
 from dataplane.model.errors import ConfigError, ShardNotFound
 from dataplane.model.joined import LABEL, Joined, is_joined, runs
@@ -234,7 +235,7 @@ def index_dataset(
     given = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
     names = [normalise(url) for url in given]
     if any(name.endswith(suffixes.MANIFEST) for name in names):
-        return Manifest.from_bytes(_saved(names, connect), names[0])
+        return with_folder_columns(Manifest.from_bytes(_saved(names, connect), names[0]))
     with collector.resting():
         chosen, listed = choose_shards(expand(names, connect), names, format_name, connect)
         _warn_of_versions(listed)
@@ -249,20 +250,21 @@ def index_dataset(
         keys = shard_keys(version, listed)
     run = IndexRun(chosen, listed, progress, connect, index_shard or _index_here, begin_batches)
     if not cache_dir:
-        return run.manifest(names, run.indexed(workers, {}, keys, None)).with_categories(values)
+        manifest = run.manifest(names, run.indexed(workers, {}, keys, None))
+        return with_folder_columns(manifest.with_categories(values))
     journal = IndexJournal(cache_dir, dataset_name(version, names))
     try:
         key = listing_key(version, keys)
         finished = journal.manifest(key)
         if finished is not None:
             collector.release(listed, keys)
-            return finished
+            return with_folder_columns(finished)
         indexes = run.indexed(workers, journal.remembered(), keys, journal)
         manifest = run.manifest(names, indexes).with_categories(values)
         journal.finish(key, manifest, zip(keys, indexes, strict=True))
     finally:
         journal.close()
-    return manifest
+    return with_folder_columns(manifest)
 
 
 def _saved(names: Sequence[str], connect: Connect) -> Buffer:

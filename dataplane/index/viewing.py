@@ -13,6 +13,12 @@ import numpy as np
 import pyarrow as pa
 from msgspec import structs
 
+from dataplane.formats.folders import (
+    folder_columns,
+    folder_of,
+    folder_values,
+    with_folders,
+)
 from dataplane.formats.unsupported import refuse_differing
 from dataplane.index.counting import CountRows, counted, shares_counted, view_name
 from dataplane.index.journal import SealedFiles
@@ -22,12 +28,12 @@ from dataplane.index.run import Connect, Progress
 from dataplane.model.config import NodeConfig
 from dataplane.model.errors import ConfigError
 from dataplane.model.records import View
-from dataplane.plan.columns import NullCounts
+from dataplane.plan.columns import NEVER, NullCounts
 from dataplane.plan.manifest import Int64, Manifest
 from dataplane.plan.packed_blocks import NUMBERS, known_counts
 from dataplane.plan.shards import named
 from dataplane.plan.views import check_shares, limited, rows_only
-from dataplane.store.layouts import hive_keys, series_together
+from dataplane.store.layouts import series_together
 from dataplane.transforms.leaves import leaves_of
 from dataplane.transforms.row_filter import reads_columns
 
@@ -132,46 +138,51 @@ def _told(view: View) -> str:
 
 # -- folders ---------------------------------------------------------------------------------------
 #
-# Advise about a dataset's folders when it is opened: about folders named "key=value", whose keys
-# are not read as columns, and about several series of shards in one folder, which other readers
-# treat as splits.
+# Add the keys of folders named "key=value" to the columns of a dataset, and advise about several
+# series of shards in one folder, which other readers treat as splits.
 
 _SERIES_SHOWN = 5
 
 
-def folder_keys(manifest: Manifest) -> list[str]:
-    """Return the keys of this dataset's folders that are not columns of the dataset. Since all
-    shards lie in folders with the same keys, only the first and the last shard are examined.
+def with_folder_columns(manifest: Manifest) -> Manifest:
+    """Return the manifest with the columns that its shards' folders have. Its fingerprint stays,
+    since the urls determine these columns.
     """
-    return _without_columns(manifest, manifest.urls)
-
-
-def _without_columns(manifest: Manifest, names: Sequence[str]) -> list[str]:
     urls = manifest.shards.urls
-    keys = hive_keys((urls[0], urls[-1]), names)
-    known = pa.ipc.read_schema(pa.py_buffer(manifest.schema)).names if keys else ()
-    return [key for key in keys if key not in known]
+    if manifest.stored_schema or b"=" not in urls.content.data.tobytes():
+        return manifest
+    schema = pa.ipc.read_schema(pa.py_buffer(manifest.schema))
+    of_shard = [folder_of(url) for url in urls]
+    columns, sizes = folder_columns(dict.fromkeys(of_shard), manifest.urls, schema.names)
+    if not columns:
+        return manifest
+    return dataclasses.replace(
+        manifest,
+        schema=with_folders(schema, columns, sizes).serialize().to_pybytes(),
+        stored_schema=manifest.schema,
+        nulls=_with_folder_nulls(manifest, of_shard, [column.name for column in columns]),
+    )
+
+
+def _with_folder_nulls(
+    manifest: Manifest, of_shard: Sequence[str], names: Sequence[str]
+) -> NullCounts | None:
+    """Add the null counts of the columns that folders have."""
+    if manifest.nulls is None:
+        return None
+    values = {folder: folder_values(folder) for folder in dict.fromkeys(of_shard)}
+    counts, shards = [], []
+    for name in names:
+        lacking = np.array([values[folder].get(name) is None for folder in of_shard])
+        is_null = lacking[manifest.block_shard]
+        count = int(manifest.block_rows[is_null].sum())
+        counts.append(count or NEVER)
+        shards.append(int(manifest.block_shard[is_null][0]) if count else -1)
+    return manifest.nulls.followed_by(counts, shards)
 
 
 def said_of_folders(manifest: Manifest) -> str:
     """Return the advice to give when the dataset is opened; "" if there is none."""
-    return "; ".join(filter(None, (_said_of_keys(manifest), _said_of_series(manifest))))
-
-
-def _said_of_keys(manifest: Manifest) -> str:
-    keys = folder_keys(manifest)
-    if not keys:
-        return ""
-    shown = " and ".join(f"{key}=…" for key in keys)
-    is_one = len(keys) == 1
-    return (
-        f"the shards lie in folders {shown}, and {'this key is' if is_one else 'these keys are'} "
-        f"not read as {'a column' if is_one else 'columns'}: if you need {_it(keys)}, write "
-        f"{_it(keys)} into the shards"
-    )
-
-
-def _said_of_series(manifest: Manifest) -> str:
     urls = manifest.shards.urls
     if b"-of-" not in urls.content.data.tobytes():
         return ""
@@ -191,10 +202,6 @@ def _said_of_series(manifest: Manifest) -> str:
     )
 
 
-def _it(keys: list[str]) -> str:
-    return "it" if len(keys) == 1 else "them"
-
-
 @contextlib.contextmanager
 def explaining_folders(manifest: Manifest) -> Iterator[None]:
     """Explain, in an error about a missing column, that the column is a key of folder names.
@@ -204,13 +211,14 @@ def explaining_folders(manifest: Manifest) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        keys = _without_columns(manifest, ())
+        urls = manifest.shards.urls
+        keys = {**folder_values(folder_of(urls[0])), **folder_values(folder_of(urls[-1]))}
         key = next((key for key in keys if repr(key) in str(error)), None)
         if key is None:
             raise
         raise type(error)(
-            f"{error}. The shards lie in folders {key}=…, whose names are not read as columns: "
-            f"write {key!r} into the shards, or pass the folders that you want",
+            f"{error}. The folder {key}={keys[key]} was named in full, so that its key is no "
+            "column: pass the folder above it",
             **error.nouns,
         ) from None
 

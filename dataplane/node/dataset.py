@@ -13,6 +13,7 @@ import pyarrow as pa
 from msgspec import Struct, structs
 from msgspec.structs import replace
 
+from dataplane.formats.folders import folder_names
 from dataplane.index.viewing import Projection
 from dataplane.model.config import JobSpec
 from dataplane.model.joined import MARK
@@ -273,6 +274,7 @@ def _projection(manifest: Manifest, columns: Sequence[str]) -> Projection | None
     whole = manifest.whole or manifest
     places, names = whole.column_places, pa.ipc.read_schema(pa.py_buffer(manifest.schema)).names
     wanted = set(columns)
+    names = names[: None if places is None else places.column_count]  # folders have no bytes
     if places is None or places.column_count != len(names) or wanted.issuperset(names):
         return None
     is_wanted = [name in wanted for name in names]
@@ -305,10 +307,17 @@ def _decoded_bytes(
     elif row_layout is not None and columns.is_fixed:
         size = rows * columns.fixed_bytes  # the requested columns alone
     else:
-        size = (size * growth).astype(np.int64) + rows * _wider_bytes(columns.plan.leaves)
+        wider = _wider_bytes(columns.plan.leaves) + _folder_bytes(columns)
+        size = (size * growth).astype(np.int64) + rows * wider
     if row_layout is not None:
         size = size + rows * row_layout.padding_bytes
     return size + _stream_bytes(columns.plan)
+
+
+def _folder_bytes(columns: Columns) -> int:
+    """Return the bytes of a row in the columns that folders have."""
+    sizes = folder_names(columns.schema)
+    return sum(size for name, size in sizes.items() if name in columns.top_level)
 
 
 def _list_growth(plan: ColumnPlan) -> float:

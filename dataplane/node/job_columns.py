@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow as pa
 from msgspec import Struct
 
+from dataplane.formats.folders import folder_names
 from dataplane.formats.unsupported import is_missing, refuse_differing, supported_names
 from dataplane.model.config import JobSpec
 from dataplane.model.records import ColumnOptions, Kind
@@ -59,7 +60,7 @@ def columns_of(manifest: Manifest, spec: JobSpec, mapped: MappedColumns | None =
     top_level = plan.leaves.top_level if mapped is None else mapped.reads
     read = reads_columns(spec.view, schema, top_level)
     filled = () if mapped is not None else filled_columns(schema, plan.leaves)
-    is_canonical = is_canonical and not filled
+    is_canonical = is_canonical and not filled and folder_names(schema).keys().isdisjoint(read)
     refused = [name for name in read if name not in filled]
     refuse_differing(schema, refused, manifest.shards.urls.__getitem__)
     return Columns(schema, plan, top_level, is_canonical, is_fixed, fixed_bytes, row_layout, mapped)

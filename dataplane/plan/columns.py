@@ -212,6 +212,11 @@ class NullCounts(Struct, frozen=True, eq=False):
         shards[list(nodes)] = -1
         return type(self)(_fixed(counts), _fixed(shards))
 
+    def followed_by(self, counts: Sequence[int], shards: Sequence[int]) -> Self:
+        """Return the counts, followed by those of further field nodes."""
+        pairs = ((self.counts, counts), (self.shards, shards))
+        return type(self)(*(_fixed(np.concatenate([own, more])) for own, more in pairs))
+
     def to_bytes(self) -> bytes:
         """Serialise the counts for a manifest."""
         return np.concatenate([self.counts, self.shards]).astype("<i8").tobytes()

@@ -229,6 +229,7 @@ class Manifest:
     documents: Int64 | None = None
     view_counts: ViewCounts = field(default_factory=dict)
     left: Left | None = None
+    stored_schema: bytes = b""
     sample_count: int = field(init=False)
     fingerprint: str = field(init=False)
 
@@ -396,6 +397,7 @@ class Manifest:
                 "fingerprint": self.fingerprint,
                 "format": self.format,
                 "schema": self.schema,
+                "stored_schema": self.stored_schema,
                 "urls": json.dumps(self.urls),
                 "column_places": str(len(places)),
                 "nulls": b"" if self.nulls is None else self.nulls.to_bytes(),
@@ -473,7 +475,7 @@ class Manifest:
     def _fingerprint(self) -> str:
         """Hash the canonical encoding: lengths before texts, numbers as little-endian."""
         digest = hashlib.blake2b(digest_size=16, person=b"dp-manifest-1")
-        texts = (self.format.encode(), self.schema)
+        texts = (self.format.encode(), self.stored_schema or self.schema)
         digest.update(b"".join(struct.pack("<Q", len(text)) + text for text in texts))
         digest.update(struct.pack("<QQ", len(self.shards), self.block_count))
         shards = self.shards
@@ -535,4 +537,5 @@ def _decoded(batch: Any, metadata: dict[bytes, bytes], body: memoryview) -> Mani
         categories=categories_from_bytes(metadata[b"categories"]),
         pack_counts=categories_from_bytes(metadata[b"pack_counts"]),
         view_counts=counts_from_bytes(metadata[b"views"], len(rows)),
+        stored_schema=metadata.get(b"stored_schema", b""),
     )

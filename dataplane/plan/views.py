@@ -52,7 +52,7 @@ def identity_of(manifest: Manifest) -> DatasetIdentity:
     3 * 10^6 blocks.
     """
     layout, etags = _hash(), _hash()
-    for text in (manifest.format.encode(), manifest.schema):
+    for text in (manifest.format.encode(), manifest.stored_schema or manifest.schema):
         layout.update(struct.pack("<q", len(text)) + text)
     shards = manifest.shards
     layout.update(struct.pack("<qq", len(shards), manifest.block_count))

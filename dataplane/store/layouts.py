@@ -74,7 +74,6 @@ _STEMS = ("train", "val", "dev", "test", "eval")
 _UNDERSCORED = re.compile(r"(?:[^._][^/]*/)*_(?!temporary/|delta_log/|change_data/)[^/=]*(?:/|\Z)")
 _NUMBERED = re.compile(r"(.+?)[-.](\d{5})-of-(\d{5})(?!\d)", re.DOTALL)
 _REVISION = re.compile(r"/((?:datasets|models|spaces)--[^/]+/snapshots)/([^/]+)/")
-_KEY = re.compile(r"/([^/=]+)=[^/]*(?=/)")
 _CACHED = re.compile(r"cache-.*\.arrow", re.DOTALL)
 _STATE_BYTES_MAX = 64 << 20
 _SPLITS_SHOWN = 5
@@ -145,17 +144,6 @@ def refuse_table(root: str, store: Store) -> None:
                 raise _is_table(kind, root)
         store.head(f"{root}/{_HUDI_PARTITION}")
         raise _is_table(_HUDI, root)
-
-
-def hive_keys(urls: Iterable[str], names: Iterable[str]) -> list[str]:
-    """Return the keys of the folders "key=value" that contain these shards, without folders that
-    the user has named in full.
-    """
-    named = "\n".join(f"{name}/" for name in names)
-    keys: dict[str, None] = {}
-    for url in urls:
-        keys.update((match[1], None) for match in _KEY.finditer(url) if f"{match[0]}/" not in named)
-    return list(keys)
 
 
 def series_together(

@@ -9,7 +9,7 @@ import pyarrow as pa
 from msgspec import Struct
 
 from dataplane.arena.memfd import Arena, populate
-from dataplane.formats import base, registry
+from dataplane.formats import base, folders, registry
 from dataplane.formats.unsupported import supported_names
 from dataplane.model.errors import CorruptShard, FunctionError
 from dataplane.model.records import Region
@@ -96,7 +96,7 @@ def canonical_batch(
         batch, places = _canonical(dataset, batch, raw.url)
         marks = salvaging.replaced(raw, numbers, bad, dataset.seed) if bad else []
         return salvaging.marked(batch, marks), places
-    batch = dataset.format.decode(block, dataset.schema, dataset.columns)
+    batch = folders.decoded(dataset.format, block, dataset.schema, dataset.columns)
     _check_rows(raw, batch.num_rows, block.rows, "its index says")
     if raw.stored_rows:
         batch = _viewed(dataset, batch, raw)

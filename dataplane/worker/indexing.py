@@ -28,7 +28,7 @@ import pyarrow as pa
 from msgspec import Struct, field
 from typing_extensions import Buffer
 
-from dataplane.formats import registry
+from dataplane.formats import folders, registry
 from dataplane.formats.base import ColumnBounds, Format, RawBlock, ShardReader
 from dataplane.formats.faults import is_out_of_memory
 from dataplane.formats.index_frames import IndexFrames, encode_index
@@ -356,7 +356,7 @@ def counts_of(shard: ShardReader, order: tasks.CountRows) -> bytes:
     assert rows is not None
     place = order.blocks[0].preamble_place
     preamble = memoryview(bytes(shard.read(place.offset, place.length) if place.length else b""))
-    known = _bounds(format_, order, preamble, rows)
+    known = _bounds(format_, order, preamble, rows, schema)
     counts = np.zeros(len(order.blocks), "<i8")
     for at, block in enumerate(order.blocks):
         stored = BlockRows(block.stored_rows, block.first_row, block.shard_word)
@@ -368,17 +368,25 @@ def counts_of(shard: ShardReader, order: tasks.CountRows) -> bytes:
 
 
 def _bounds(
-    format_: Format, order: tasks.CountRows, preamble: memoryview, rows: RowFilter
+    format_: Format,
+    order: tasks.CountRows,
+    preamble: memoryview,
+    rows: RowFilter,
+    schema: pa.Schema,
 ) -> list[Mapping[str, ColumnBounds]]:
-    """Return the bounds that the shard states for each block's columns, if its format has any."""
-    column_bounds = getattr(format_, "column_bounds", None)
-    if column_bounds is None or rows.condition is None:
+    """Return the bounds that the shard and its folders state for each block's columns, if any."""
+    if rows.condition is None:
         return [{}] * len(order.blocks)
-    blocks = [block.index for block in order.blocks]
-    bounds: list[Mapping[str, ColumnBounds]] = column_bounds(
-        order.url, preamble, blocks, rows.condition.fields
-    )
-    return bounds
+    bounds: Sequence[Mapping[str, ColumnBounds]] = [{}] * len(order.blocks)
+    column_bounds = getattr(format_, "column_bounds", None)
+    names = rows.condition.fields
+    if column_bounds is not None:
+        blocks = [block.index for block in order.blocks]
+        bounds = column_bounds(order.url, preamble, blocks, names)
+    return [
+        {**own, **folders.known_bounds(order.url, schema, names, block.stored_rows)}
+        for own, block in zip(bounds, order.blocks, strict=True)
+    ]
 
 
 def _counted(
@@ -400,7 +408,7 @@ def _counted(
         format_ = registry.by_name(order.format)
         if order.view.bad_max:
             return int(np.count_nonzero(view_mask(format_, raw, schema, rows, stored)))
-        batch = format_.decode(raw, schema, rows.columns)
+        batch = folders.decoded(format_, raw, schema, rows.columns)
         if batch.num_rows != block.stored_rows:
             raise CorruptShard(
                 f"{order.url}: block {block.index} has {batch.num_rows} rows, its index says "

@@ -15,6 +15,7 @@ import pyarrow as pa
 from msgspec import Struct
 from msgspec.structs import replace
 
+from dataplane.formats import folders
 from dataplane.formats.arrays import joined
 from dataplane.formats.base import Format, RawBlock
 from dataplane.formats.faults import bad_rows
@@ -53,7 +54,7 @@ def decoded(
     Raises:  CorruptShard: the whole block is bad.
     """
     try:
-        return format_.decode(block, schema, columns), {}
+        return folders.decoded(format_, block, schema, columns), {}
     except CorruptShard as fault:
         return _decoded_apart(format_, block, schema, columns, fault)
 
@@ -100,7 +101,7 @@ def _decoded_apart(
         place = Region(block.place.offset + start, end - start)
         body = block.body[start:end]
         part = replace(block, rows=stop - first, place=place, body=body)
-        good.append(format_.decode(part, schema, columns))
+        good.append(folders.decoded(format_, part, schema, columns))
 
     bad = bad_rows(decode, block.rows, fault)
     if not columns:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -11,16 +12,18 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 import pyarrow as pa
+import pyarrow.dataset as ds
 import pytest
 from servers import S3Server, reach
 from shards import arrow_bytes, parquet_bytes
 
 from dataplane.commands.datasets import read_block, schema_of
 from dataplane.index.indexing import index_dataset
-from dataplane.index.viewing import folder_keys, said_of_folders
+from dataplane.index.viewing import said_of_folders
 from dataplane.model.errors import ConfigError, ShardNotFound
 from dataplane.model.records import ObjectInfo
 from dataplane.plan.manifest import Manifest
+from dataplane.plan.views import identity_of
 from dataplane.store.base import Store
 from dataplane.store.connect import connect, forget
 from dataplane.store.expand import expand
@@ -285,18 +288,73 @@ def put(folder: Path, files: Files) -> None:
         (folder / name).write_bytes(content)
 
 
-def test_the_keys_of_folders_are_told_unless_they_are_columns_or_were_chosen(
+def folder_columns(manifest: Manifest) -> dict[str, str]:
+    return {field.name: str(field.type) for field in schema_of(manifest) if field.name != "x"}
+
+
+def test_keys_of_folders_are_columns_unless_shards_have_them_or_they_were_named(
     tmp_path: Path,
 ) -> None:
     put(tmp_path, HIVE)
-    manifest = index_dataset(tmp_path / "t")
-    assert folder_keys(manifest) == ["year", "month"]
-    assert "folders year=… and month=…" in said_of_folders(manifest)
-    assert folder_keys(index_dataset(f"{tmp_path}/t/year=*/*/*.parquet")) == ["year", "month"]
-    assert folder_keys(index_dataset(f"{tmp_path}/t/year=1")) == ["month"]
-    assert not said_of_folders(index_dataset(f"{tmp_path}/t/year=1/month=1/"))
-    put(tmp_path / "u", {"x=1/a.parquet": parquet(1)})
-    assert not said_of_folders(index_dataset(tmp_path / "u"))
+    both = {"year": "int32", "month": "int32"}
+    assert folder_columns(index_dataset(tmp_path / "t")) == both
+    assert folder_columns(index_dataset(f"{tmp_path}/t/year=*/*/*.parquet")) == both
+    assert folder_columns(index_dataset(f"{tmp_path}/t/year=1")) == {"month": "int32"}
+    assert folder_columns(index_dataset(f"{tmp_path}/t/year=1/month=1/")) == {}
+    named = [f"{tmp_path}/t/year={year}/month=1/part-0.parquet" for year in (1, 2)]
+    assert folder_columns(index_dataset(named)) == {"year": "int32"}
+    put(tmp_path / "u", {"x=7/a.parquet": parquet(1)})
+    assert rows_of(index_dataset(tmp_path / "u")) == [{"x": 1}]
+
+
+def rows_of(manifest: Manifest) -> list[dict[str, object]]:
+    schema = schema_of(manifest)
+    blocks = range(manifest.block_count)
+    return [
+        row for at in blocks for row in read_block(manifest, at, schema, schema.names).to_pylist()
+    ]
+
+
+KEYS = {
+    "integers": ["1", "-02", "2147483647"],
+    "long integers": ["1", "2147483648"],
+    "too long": ["1", "9223372036854775808"],
+    "dates": ["2026-01-01", "2026-01-02"],
+    "nulls": ["__HIVE_DEFAULT_PARTITION__", "7"],
+    "encoded": ["a%20b%2Fc", "é", "a=b"],
+}
+
+
+@pytest.mark.parametrize("name", KEYS)
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_keys_of_folders_have_the_values_that_pyarrow_reads(
+    tmp_path: Path, name: str, suffix: str
+) -> None:
+    content = parquet(1, 2) if suffix == "parquet" else b'{"x": 1}\n{"x": 2}\n'
+    put(tmp_path, {f"k={key}/a.{suffix}": content for key in KEYS[name]})
+    manifest = index_dataset(tmp_path)
+    kind = suffix.removesuffix("l")
+    theirs = ds.dataset(tmp_path, format=kind, partitioning="hive")
+    got = pa.Table.from_pylist(rows_of(manifest), schema_of(manifest)).select(["k", "x"])
+    expected = theirs.to_table().select(["k", "x"])
+    if name == "long integers":  # pyarrow reads these as texts
+        expected = expected.cast(got.schema)
+    assert got.schema.types == expected.schema.types
+    by_key = [("k", "ascending"), ("x", "ascending")]
+    assert got.sort_by(by_key).to_pylist() == expected.sort_by(by_key).to_pylist()
+
+
+def test_columns_of_folders_change_no_fingerprint_and_stay_in_a_saved_manifest(
+    tmp_path: Path,
+) -> None:
+    put(tmp_path, {f"k={key}/a.parquet": parquet(1) for key in ("x", "y")})
+    saved, manifest = tmp_path / "a.manifest", index_dataset(tmp_path)
+    without = dataclasses.replace(manifest, schema=manifest.stored_schema, stored_schema=b"")
+    assert without.fingerprint == manifest.fingerprint
+    assert identity_of(without) == identity_of(manifest)
+    for each in (manifest, without):
+        saved.write_bytes(each.to_bytes())
+        assert rows_of(index_dataset(saved)) == [{"x": 1, "k": "x"}, {"x": 1, "k": "y"}]
 
 
 SERIES = {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import warnings
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 from pathlib import Path
@@ -17,10 +17,8 @@ from arrow_layouts import cases
 from dataplane_torch import (
     BatchColumn,
     DataLoader,
-    Mixture,
     Ragged,
     ShardedIterableDataset,
-    Source,
     Stack,
 )
 from dataplane_torch.schema import Schema
@@ -37,7 +35,11 @@ from shards import (
 )
 
 from dataplane.cli import run
+from dataplane.index.counting import counted
+from dataplane.index.indexing import index_dataset
 from dataplane.model.errors import ConfigError, SchemaMismatch
+from dataplane.model.records import View
+from dataplane.store.connect import connect
 
 pytestmark = pytest.mark.usefixtures("shared_node")
 
@@ -184,36 +186,61 @@ def test_a_dataset_of_torch_has_no_schema() -> None:
         DataLoader([1, 2, 3]).schema  # noqa: B018
 
 
-def test_keys_of_folders_are_no_columns_and_the_user_learns_it_once(tmp_path: Path) -> None:
-    for year in (1, 2):
-        folder = tmp_path / "table" / f"year={year}" / "month=1"
+def by_folders(table: Path, suffix: str) -> dict[tuple[str, int], list[int]]:
+    """Write shards into folders of two keys; returns the ids below each."""
+    ids = {}
+    for at, (lang, month) in enumerate(itertools.product(("de", "en"), (1, 10))):
+        folder = table / f"lang={lang}" / f"month={month:02}"
         folder.mkdir(parents=True)
-        pq.write_table(pa.table({"x": [year]}), folder / "a.parquet")
-    with DataLoader(tmp_path / "table", batch_size=1) as loader:
-        with pytest.warns(UserWarning, match=r"folders year=… and month=…"):
-            assert [column.name for column in loader.schema] == ["x"]
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert [batch["x"].item() for batch in loader] == [1, 2]
-    told = r"'month'.*The shards lie in folders month=…, whose names are not read as columns"
-    for options in (
-        {"columns": ["x", "month"]},
-        {"where": "month == 1"},
-        {"fill_null": {"month": 0}},
-        {"stack": {"y": ["month", "x"]}},
-    ):
-        with pytest.raises(ConfigError, match=told):
-            DataLoader(tmp_path / "table", batch_size=1, **options).schema  # noqa: B018
+        ids[lang, month] = list(range(at * 40, at * 40 + 40))
+        made = pa.table({"x": ids[lang, month]})
+        content = arrow_bytes(made) if suffix == "arrow" else parquet_bytes(made, row_group_size=10)
+        (folder / f"a.{suffix}").write_bytes(content)
+    return ids
 
 
-def test_a_mixture_says_in_which_source_keys_of_folders_are_no_columns(tmp_path: Path) -> None:
-    for source, folder in (("a", "day=1"), ("b", "part")):
-        (tmp_path / source / folder).mkdir(parents=True)
-        pq.write_table(pa.table({"x": [1, 2]}), tmp_path / source / folder / "x.parquet")
-    sources = {name: Source(tmp_path / name, weight=1.0) for name in "ab"}
-    told = r"^source 'a': the shards lie in folders day=…"
-    with DataLoader(Mixture(sources), 1) as loader, pytest.warns(UserWarning, match=told):
-        assert [column.name for column in loader.schema] == ["x"]
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_keys_of_folders_are_columns_also_of_conditions(tmp_path: Path, suffix: str) -> None:
+    ids = by_folders(tmp_path / "t", suffix)
+    triples = [(lang, month, x) for (lang, month), some in ids.items() for x in some]
+
+    def read(**given: Any) -> list[tuple[str, int, int]]:
+        with DataLoader(tmp_path / "t", batch_size=16, **given) as loader:
+            rows = [
+                zip(b["lang"], b["month"].tolist(), b["x"].tolist(), strict=True) for b in loader
+            ]
+        return [row for some in rows for row in some]
+
+    assert read() == triples
+    assert sorted(read(shuffle=True, columns=["month", "x", "lang"])) == triples
+    english = [row for row in triples if row[0] == "en" and row[1] == 10]
+    assert read(where="lang == 'en' and month = 10") == english
+    assert sorted(read(where="lang == 'en' and month > 1", shuffle=True)) == english
+    assert read(where="month = 1 or x >= 155") == [
+        row for row in triples if row[1] == 1 or row[2] >= 155
+    ]
+    with DataLoader(tmp_path / "t", batch_size=40, columns=["month"]) as loader:
+        assert [batch["month"].tolist() for batch in loader] == [[1] * 40, [10] * 40] * 2
+    (tmp_path / "other").mkdir()
+    pq.write_table(pa.table({"x": [1]}), tmp_path / "other" / "lang=x.parquet")
+    with pytest.raises(ConfigError, match=r"month.*The folder month=01 was named in full"):
+        DataLoader(tmp_path / "t/lang=de/month=01", columns=["month"]).schema  # noqa: B018
+
+
+def test_shards_that_a_condition_on_folders_decides_are_not_read(tmp_path: Path) -> None:
+    by_folders(tmp_path / "t", "parquet")
+    manifest = index_dataset(tmp_path / "t")
+
+    def count(where: str) -> list[int]:
+        def no_read(*_: object) -> Any:
+            raise AssertionError("a shard is read")
+
+        return counted(manifest, View(where=where), connect, no_read).tolist()
+
+    assert count("lang == 'en' and month < 5") == [0] * 8 + [10] * 4 + [0] * 4
+    assert count("month = 10 or lang == 'en'") == [0] * 4 + [10] * 12
+    with pytest.raises(AssertionError, match="a shard is read"):
+        count("lang == 'en' and x > 3")
 
 
 def test_a_folder_of_several_splits_is_refused_with_what_to_pass(tmp_path: Path) -> None:
