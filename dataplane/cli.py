@@ -31,6 +31,7 @@ from dataplane.commands.options import (
     json_option,
     logs_json,
 )
+from dataplane.commands.pack import pack
 from dataplane.commands.plan import plan
 from dataplane.commands.replay import replay
 from dataplane.commands.replay import trace as trace_step
@@ -126,7 +127,7 @@ def cli(manner: Manner, /, *, debug: bool, config_file: str | None) -> None:
 
 
 for command in (
-    *(index, inspect, verify, formats, plan, doctor, serve, status, config),
+    *(index, pack, inspect, verify, formats, plan, doctor, serve, status, config),
     *(trace_step, where, replay, look_at_step, ledger, skip, tombstone, mix),
 ):
     cli.add_command(command)

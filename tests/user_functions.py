@@ -276,3 +276,16 @@ def pauses(columns: Columns) -> Columns:
     """Wait for a twentieth of a second."""
     threading.Event().wait(0.05)
     return columns
+
+
+def doubles_ids(columns: Columns) -> dict[str, Any]:
+    """Twice the ids, beside them."""
+    ids = columns["id"].to_numpy()
+    return {"id": ids, "twice": 2 * ids}
+
+
+def hangs_from_30(columns: Columns) -> Columns:
+    """Wait at ids from 30 on, until there is a file that an environment variable names."""
+    while columns["id"][0].as_py() >= 30 and not Path(os.environ["GO_ON"]).exists():
+        threading.Event().wait(0.01)
+    return columns

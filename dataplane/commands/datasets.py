@@ -20,13 +20,13 @@ from rich.progress import TaskID
 from dataplane.commands import output
 from dataplane.formats import folders, registry
 from dataplane.formats.arrays import decoded
-from dataplane.formats.base import RawBlock
 from dataplane.index.indexing import Connect, IndexProgress, Progress, open_manifest
 from dataplane.index.viewing import viewed
 from dataplane.model.config import NodeConfig
-from dataplane.model.records import Region, View
+from dataplane.model.records import View
 from dataplane.model.redact import hub_parts
 from dataplane.node.dataset import StoredRows, stored_rows
+from dataplane.pack import raw_block
 from dataplane.plan.manifest import Int64, Manifest
 from dataplane.plan.tombstones import RowNames
 from dataplane.plan.views import filters
@@ -122,25 +122,7 @@ def read_block(
 
     Raises:  CorruptShard.  DatasetChangedError.  StoreError and its subclasses.
     """
-    shard = manifest.shards[int(manifest.block_shard[block])]
-    store = connect_to(shard.url)
-    place = Region(int(manifest.block_offset[block]), int(manifest.block_length[block]))
-
-    def read(region: Region) -> memoryview:
-        if not region.length:
-            return memoryview(b"")
-        return memoryview(store.read(shard.url, region.offset, region.length, shard.etag))
-
-    raw = RawBlock(
-        url=shard.url,
-        index=manifest.block_in_shard(block),
-        rows=int(stored_rows(manifest)[block]),
-        place=place,
-        shard_bytes=shard.size_bytes,
-        preamble_place=shard.preamble,
-        preamble=read(shard.preamble),
-        body=read(place),
-    )
+    raw = raw_block(manifest, block, connect_to, int(stored_rows(manifest)[block]))
     needed = reads_columns(view, schema, columns)
     batch = folders.decoded(registry.by_name(manifest.format), raw, schema, needed)
     rows = RowFilter.of(view, schema)

@@ -187,17 +187,17 @@ def write_all(fd: int, content: Buffer) -> None:
         view = view[os.write(fd, view) :]
 
 
-def publish(path: Path, content: Buffer) -> None:
+def publish(path: Path, content: Buffer, mode: int = 0o600) -> None:
     """Publish a file atomically. The file has no name until it is complete, so a kill leaves
     nothing behind. On file systems without unnamed files it has a temporary name, which a later run
     removes.
     """
     try:
-        fd = os.open(path.parent, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        fd = os.open(path.parent, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, mode)
     except OSError as fault:
         if fault.errno not in _NO_TMPFILE:
             raise
-        return _publish_named(path, content)
+        return _publish_named(path, content, mode)
     try:
         write_all(fd, content)
         path.unlink(missing_ok=True)
@@ -210,10 +210,10 @@ def publish(path: Path, content: Buffer) -> None:
     return None
 
 
-def _publish_named(path: Path, content: Buffer) -> None:
+def _publish_named(path: Path, content: Buffer, mode: int) -> None:
     temporary = path.parent / f".{path.name}.{secrets.token_hex(8)}.tmp"
     try:
-        fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, mode)
         try:
             write_all(fd, content)
         finally:

@@ -92,6 +92,17 @@ class Restricted(Protocol):
 
 
 @runtime_checkable
+class Writable(Protocol):
+    """A store that can write objects."""
+
+    def put(self, url: str, content: Buffer) -> None:
+        """Write a whole object, in place of any other. Nobody sees a part of it.
+
+        Raises:  As `Store.head`.
+        """
+
+
+@runtime_checkable
 class Pinning(Protocol):
     """A store that keeps versions of its objects, and can name the present one."""
 

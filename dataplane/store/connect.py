@@ -57,7 +57,7 @@ class Stores:
         self.pauses = Pauses(self._clock)
         self.pauses.join(self._slow_down)
 
-    def connect(self, url: str) -> Store:
+    def connect(self, url: str) -> Retrying:
         """Return the store of this url, with retries. Credentials come from the environment, and a
         changed environment opens another store, unless it is settled.
 

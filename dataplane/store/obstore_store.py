@@ -307,6 +307,10 @@ class ObstoreStore:
     def stream(self, url: str, etag: str) -> Iterator[Buffer]:
         return in_pieces(self, url, etag)
 
+    def put(self, url: str, content: Buffer) -> None:
+        """Implement `base.Writable.put`; large objects are sent in parts."""
+        self._call(url, lambda: obstore.put(self._client, self._key(url), bytes(content)))
+
     def _listed(self, folder: str | None) -> dict[str, obstore.ObjectMeta]:
         """List the objects below a folder, by path.
 

@@ -56,6 +56,7 @@ from dataplane.store.base import (
     Reconnecting,
     Restricted,
     Store,
+    Writable,
 )
 from dataplane.store.faults import Clock, Wait, fault_of
 from dataplane.store.listing import listed
@@ -400,6 +401,16 @@ class Retrying:
         if is_joined(etag):
             return stream_joined(self._connect, url, etag)
         return in_pieces(self, url, etag)
+
+    def put(self, url: str, content: Buffer) -> None:
+        """Write a whole object, in place of any other.
+
+        Raises:  ConfigError: this store cannot be written.  As `Store.head`.
+        """
+        inner = self._inner
+        if not isinstance(inner, Writable):
+            raise ConfigError(f"{url}: cannot be written: pass a url of a bucket, or a local path")
+        self._call(f"write of {url}", url, lambda: inner.put(url, content))
 
     def trouble(self, url: str) -> StoreError | None:
         """Return why reads of this url are waiting: the last error of such a read, or of the whole

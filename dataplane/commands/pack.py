@@ -1,0 +1,108 @@
+"""`dataplane pack`: write a dataset as new shards."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import click
+
+from dataplane.commands import output
+from dataplane.commands.options import (
+    Settings,
+    interruptible,
+    json_option,
+    setting_options,
+    urls_argument,
+    view_options,
+)
+
+if TYPE_CHECKING:
+    from dataplane.model.records import View
+
+
+@click.command("pack")
+@urls_argument
+@click.argument("dest")
+@click.option(
+    "--format",
+    "format_name",
+    default="parquet",
+    show_default=True,
+    metavar="NAME",
+    help="Format of the new shards: parquet, arrow or tar.",
+)
+@click.option("--columns", metavar="A,B,…", help="Only these columns, of the map if there is one.")
+@click.option(
+    "--map",
+    "map_name",
+    default="",
+    metavar="MODULE:FUNCTION",
+    help="Write what this function makes, as with map=; it is imported and called.",
+)
+@view_options
+@click.option(
+    "--workers",
+    type=click.IntRange(1, 256),
+    default=None,
+    help="Number of processes.  [default: one for each processor]",
+)
+@setting_options("cache_dir")
+@json_option
+@interruptible
+def pack(
+    urls: tuple[str, ...],
+    *,
+    dest: str,
+    settings: Settings,
+    view: View,
+    format_name: str,
+    columns: str | None,
+    map_name: str,
+    workers: int | None,
+    as_json: bool,
+) -> None:
+    """Write a dataset as new shards below DEST, a local folder or one of a bucket.
+
+    The rows keep their order. Each shard appears whole or not at all; if the command is
+    interrupted, the same command goes on where it stopped. DEST/dataset.manifest can be used in
+    place of the dataset's URL; DEST/_dataplane/sha256sums has the checksums of all shards.
+
+    \b
+    Examples:
+      dataplane pack s3://bucket/raw/ s3://bucket/train/
+      dataplane pack 'raw/*.jsonl.gz' train/ --where "lang == 'en'" --columns id,text
+      dataplane pack raw/ train/ --map mytext:Tokenise --format arrow
+    """
+    from dataplane.commands.datasets import opened
+    from dataplane.pack import MANIFEST, in_processes, pack_shards
+    from dataplane.settings import node_config
+
+    config, count = node_config(settings), workers or len(os.sched_getaffinity(0))
+    source = opened(urls, "", count, config)
+    with output.progress() as bar:
+        task = bar.add_task("packing", total=None, note="")
+        manifest, parts = pack_shards(
+            urls,
+            dest,
+            config,
+            format_name=format_name,
+            view=view,
+            columns=tuple(columns.split(",")) if columns else (),
+            map_name=map_name,
+            run=in_processes(count),
+            progress=lambda done, total: bar.update(
+                task, total=total, completed=done, note=f"{done:,}/{total:,} shards"
+            ),
+            source=source,
+        )
+    facts = {
+        "shards": len(manifest.shards),
+        "rows": manifest.sample_count,
+        "bytes": sum(part.size_bytes for part in parts),
+        "manifest": f"{dest.rstrip('/')}/{MANIFEST}",
+    }
+    if as_json:
+        output.write_json(facts)
+    else:
+        output.write_table(("", ""), facts.items())
