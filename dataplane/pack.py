@@ -58,7 +58,7 @@ _STORES = Stores()
 
 
 class PackJob(Struct, frozen=True):
-    """What every process needs to write parts. `manifest` is that of the whole dataset, with the
+    """Parts to write, for any process. `manifest` is that of the whole dataset, with the
     counts of the view; part k has the blocks of the view from starts[k] to starts[k + 1].
     """
 

@@ -32,6 +32,8 @@ BY_FORMAT: Mapping[str, tuple[str, ...]] = {
 }
 MANIFEST = ".manifest"
 """The suffix of a manifest, which `dataplane index` saves for a whole dataset."""
+TABLE_PREFIXES = ("delta+", "iceberg+")
+"""The beginnings of urls of tables: see store/tables.py."""
 
 _ALL = (
     MANIFEST,

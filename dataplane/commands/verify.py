@@ -203,10 +203,12 @@ def _shards(urls: Sequence[str], format_name: str) -> tuple[str, list[str]]:
     from dataplane.commands.datasets import STORES
     from dataplane.index.indexing import choose_shards
     from dataplane.store.expand import expand
+    from dataplane.store.tables import open_table
     from dataplane.store.urls import normalise
 
     names = [normalise(url) for url in urls]
-    found = expand(names, STORES.connect)
+    table = open_table(names, STORES.connect)
+    found = expand(names, STORES.connect) if table is None else list(table.files)
     chosen, listed = choose_shards(found, names, format_name, STORES.connect)
     return chosen.name, [one.url for one in listed]
 

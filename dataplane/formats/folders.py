@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import urllib.parse
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import pyarrow as pa
@@ -70,6 +71,32 @@ def folder_columns(
     return columns, sizes
 
 
+def checked_sizes(
+    columns: Sequence[pa.Field], values: Iterable[tuple[str, Mapping[str, Any]]]
+) -> dict[str, int]:
+    """Return the bytes of the longest value of each of these columns, whose values in shards are
+    given with the urls.
+
+    Raises:  SchemaMismatch: the folders of a shard have another value, or none.
+    """
+    schema, sizes = pa.schema(columns), dict.fromkeys([column.name for column in columns], 0)
+    for url, given in values:
+        texts = folder_values(folder_of(url))
+        for name, scalar in scalars(url, schema, sizes).items():
+            if scalar.as_py() != given[name] or name not in texts:
+                raise SchemaMismatch(
+                    f"{url}: the table says that {name} is {given[name]!r}, which the names of the "
+                    "file's folders do not say: write the table again with partitions by value",
+                    shard=url,
+                    field=name,
+                    expected=given[name],
+                    found=texts.get(name),
+                )
+            size = len((texts[name] or "").encode()) + _OFFSET_BYTES
+            sizes[name] = max(sizes[name], size)
+    return sizes
+
+
 def _type_of(texts: Iterable[str | None]) -> pa.DataType:
     known = [text for text in texts if text is not None]
     if not known or not all(_INTEGER.fullmatch(text) for text in known):
@@ -106,7 +133,11 @@ def _scalar(url: str, field: pa.Field, text: str | None) -> pa.Scalar:
     if text is None:
         return pa.scalar(None, kind)
     try:
-        return pa.scalar(int(text) if pa.types.is_integer(kind) else text).cast(kind)
+        if pa.types.is_integer(kind):
+            return pa.scalar(int(text), kind)
+        if pa.types.is_timestamp(kind):  # a time without a zone is UTC
+            return pa.scalar(text).cast(pa.timestamp(kind.unit)).cast(kind)
+        return pa.scalar(text).cast(kind)
     except (pa.ArrowException, ValueError, OverflowError) as fault:
         raise SchemaMismatch(
             f"{url}: the folder {field.name}={text} has no value of the column's type {kind}: "

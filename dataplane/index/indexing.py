@@ -64,7 +64,8 @@ from dataplane.store.connect import Stores, connect
 from dataplane.store.expand import expand, missing
 from dataplane.store.local import target_of
 from dataplane.store.reads import etag_of_size
-from dataplane.store.urls import FILE_PREFIX, Url, braces, folder_of, literal_prefix, normalise
+        manifest = run.manifest(names, run.indexed(workers, {}, keys, None))
+        return with_folder_columns(manifest.with_categories(values), table)
 
 __all__ = ["Connect", "IndexProgress", "KeepPreamble", "Progress", "SharedSchema"]
 
@@ -236,8 +237,13 @@ def index_dataset(
     names = [normalise(url) for url in given]
     if any(name.endswith(suffixes.MANIFEST) for name in names):
         return with_folder_columns(Manifest.from_bytes(_saved(names, connect), names[0]))
+    table = open_table(names, connect)
+    if table is not None:
+        names, format_name = [table.name], "parquet"
+        _trace.noted("opened a table", table=table.name, files=len(table.files))
     with collector.resting():
-        chosen, listed = choose_shards(expand(names, connect), names, format_name, connect)
+        objects = expand(names, connect) if table is None else list(table.files)
+        chosen, listed = choose_shards(objects, names, format_name, connect)
         _warn_of_versions(listed)
         values: dict[str, pa.Array] = {}
         if chosen.name == suffixes.FILES:
@@ -250,21 +256,25 @@ def index_dataset(
         keys = shard_keys(version, listed)
     run = IndexRun(chosen, listed, progress, connect, index_shard or _index_here, begin_batches)
     if not cache_dir:
+<<<<<<< HEAD
         manifest = run.manifest(names, run.indexed(workers, {}, keys, None))
         return with_folder_columns(manifest.with_categories(values))
+=======
+        return with_folder_columns(run.manifest(names, run.indexed(workers, {}, keys, None)), table)
+>>>>>>> d811f31c (store: read versions of Delta and Iceberg tables, by their packages)
     journal = IndexJournal(cache_dir, dataset_name(version, names))
     try:
         key = listing_key(version, keys)
         finished = journal.manifest(key)
         if finished is not None:
             collector.release(listed, keys)
-            return with_folder_columns(finished)
+            return with_folder_columns(finished, table)
         indexes = run.indexed(workers, journal.remembered(), keys, journal)
         manifest = run.manifest(names, indexes).with_categories(values)
         journal.finish(key, manifest, zip(keys, indexes, strict=True))
     finally:
         journal.close()
-    return with_folder_columns(manifest)
+    return with_folder_columns(manifest, table)
 
 
 def _saved(names: Sequence[str], connect: Connect) -> Buffer:

@@ -13,7 +13,9 @@ import numpy as np
 import pyarrow as pa
 from msgspec import structs
 
+from dataplane.base.suffixes import TABLE_PREFIXES
 from dataplane.formats.folders import (
+    checked_sizes,
     folder_columns,
     folder_of,
     folder_values,
@@ -34,6 +36,7 @@ from dataplane.plan.packed_blocks import NUMBERS, known_counts
 from dataplane.plan.shards import named
 from dataplane.plan.views import check_shares, limited, rows_only
 from dataplane.store.layouts import series_together
+from dataplane.store.tables import OpenTable
 from dataplane.transforms.leaves import leaves_of
 from dataplane.transforms.row_filter import reads_columns
 
@@ -144,16 +147,25 @@ def _told(view: View) -> str:
 _SERIES_SHOWN = 5
 
 
-def with_folder_columns(manifest: Manifest) -> Manifest:
-    """Return the manifest with the columns that its shards' folders have. Its fingerprint stays,
-    since the urls determine these columns.
+def with_folder_columns(manifest: Manifest, table: OpenTable | None = None) -> Manifest:
+    """Return the manifest with the columns that its shards' folders have, or those that its `table`
+    says they have. Its fingerprint stays, since the urls determine these columns.
+
+    Raises:  SchemaMismatch: a folder has not the value that the table says.
     """
     urls = manifest.shards.urls
-    if manifest.stored_schema or b"=" not in urls.content.data.tobytes():
+    is_table = manifest.urls[0].startswith(TABLE_PREFIXES)
+    if manifest.stored_schema or (is_table and table is None):
+        return manifest
+    if table is None and b"=" not in urls.content.data.tobytes():
         return manifest
     schema = pa.ipc.read_schema(pa.py_buffer(manifest.schema))
     of_shard = [folder_of(url) for url in urls]
-    columns, sizes = folder_columns(dict.fromkeys(of_shard), manifest.urls, schema.names)
+    if table is None:
+        columns, sizes = folder_columns(dict.fromkeys(of_shard), manifest.urls, schema.names)
+    else:
+        columns = [column for column in table.columns if column.name not in schema.names]
+        sizes = checked_sizes(columns, table.values)
     if not columns:
         return manifest
     return dataclasses.replace(

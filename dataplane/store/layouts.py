@@ -31,7 +31,7 @@ from dataplane.store.urls import FILE_PREFIX, base_of, compile_glob, folder_of
 _DELTA, _HUDI, _ICEBERG, _LANCE = "_delta_log", ".hoodie", "metadata", "_versions"
 _FILES = "pass the files of this version, "
 _TABLES = {
-    _DELTA: ("a Delta table", _FILES + "deltalake.DeltaTable({url!r}).file_uris()"),
+    _DELTA: ("a Delta table", "pass 'delta+{url}', for its present version"),
     _HUDI: (
         "a Hudi table",
         _FILES + "the base_file_relative_path() of each of "
@@ -39,7 +39,10 @@ _TABLES = {
     ),
     _ICEBERG: (
         "an Iceberg table",
-        _FILES + "[task.file.file_path for task in table.scan().plan_files()] of pyiceberg's table",
+        (
+            "pass 'iceberg+' and the url of its present file of metadata, which is the "
+            "metadata_location of pyiceberg's table"
+        ),
     ),
     _LANCE: (
         "a Lance dataset",

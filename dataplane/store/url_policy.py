@@ -23,8 +23,9 @@ from pathlib import Path
 from msgspec import Struct
 from typing_extensions import Buffer
 
+from dataplane.base.suffixes import TABLE_PREFIXES
 from dataplane.base.trace import Trace
-from dataplane.model.errors import StoreDenied
+from dataplane.model.errors import ConfigError, StoreDenied
 from dataplane.model.records import ObjectInfo
 from dataplane.model.redact import unpinned
 from dataplane.security.urls import covers, is_under
@@ -64,6 +65,12 @@ class UrlPolicy(Struct, frozen=True):
         Raises:  StoreDenied.  ConfigError: not a url.
         """
         for url in map(normalise, names):
+            if url.startswith(TABLE_PREFIXES):  # its package would open whatever its files name
+                raise ConfigError(
+                    f"{url}: a node of a service opens no table: pass the url of a manifest that "
+                    "`dataplane index … -o FILE` has made of it",
+                    field="urls",
+                )
             if self.prefixes and not is_under(url, self.prefixes):
                 raise self._denied(url)
             self._check_host(url)

@@ -14,6 +14,7 @@ import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 
+from dataplane.base.suffixes import TABLE_PREFIXES
 from dataplane.model.errors import ConfigError
 
 Url = str | os.PathLike[str]
@@ -49,6 +50,9 @@ def normalise(url: Url) -> str:
     text = os.fspath(url)
     if not isinstance(text, str):
         raise ConfigError(f"{text!r} is {type(text).__name__}: pass shards as str or path")
+    if text.startswith(TABLE_PREFIXES):
+        kind, _, table = text.partition("+")
+        return f"{kind}+{normalise(table)}"
     if not text.strip() or "\0" in text:
         what = "has a NUL character" if "\0" in text else "is empty"
         raise ConfigError(f"{text!r} {what}: pass a url or a path")

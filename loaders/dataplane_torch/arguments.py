@@ -391,6 +391,9 @@ def _absolute(url: str) -> str:
     """Make a path absolute, since the node opens it from another working directory. A url that
     lacks a slash is left to the node, whose error says what was meant.
     """
+    if url.startswith(suffixes.TABLE_PREFIXES):
+        kind, _, table = url.partition("+")
+        return f"{kind}+{_absolute(table)}"
     is_url = "://" in url or (_ONE_SLASH.match(url) and not os.path.lexists(url))
     if is_url or url.startswith("/"):
         return url
@@ -493,6 +496,8 @@ def _all_name_shards(dataset: Sequence[str | os.PathLike[str]]) -> bool:
 
 def _looks(given: str | os.PathLike[str]) -> _Looks:
     if not isinstance(given, str) or "://" in given or suffixes.names_a_shard(given):
+        return _Looks.SHARDS
+    if given.startswith(suffixes.TABLE_PREFIXES):
         return _Looks.SHARDS
     if any(space in given for space in " \t\n"):
         return _Looks.TEXT
