@@ -10,6 +10,7 @@ import http.server
 import json
 import threading
 import urllib.parse
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,12 +19,16 @@ from typing import Any
 @dataclass(slots=True)
 class Hub:
     """One dataset, "datasets/org/name", and its commits in order; the last is `main`. `seen` has
-    the revisions of which files were read.
+    the revisions of which files were read. A `token` makes the repository private. The first
+    `refusals` requests for a commit and for a file's bytes are told to come later.
     """
 
     endpoint: str = ""
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     seen: list[str] = field(default_factory=list)
+    token: str = ""
+    refusals: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
 
     def push(self, files: Mapping[str, bytes]) -> str:
         """Commit these files as all that the repository has."""
@@ -61,6 +66,21 @@ def hub_server() -> Iterator[Hub]:
 
 class _Answering(http.server.BaseHTTPRequestHandler):
     of: Hub
+
+    def parse_request(self) -> bool:
+        """Refuse requests without the token, and those that come too early."""
+        if not super().parse_request():
+            return False
+        place = f"{self.command} {self.path}"
+        if self.of.token and self.headers["Authorization"] != f"Bearer {self.of.token}":
+            self._missing("RepoNotFound", 401)
+        elif "/tree/" not in place and self.of.refused[place] < self.of.refusals:
+            self.of.refused[place] += 1
+            self._missing("", 429)
+        else:
+            return True
+        self.close_connection = True
+        return False
 
     def do_GET(self) -> None:
         parts = urllib.parse.unquote(self.path.partition("?")[0]).strip("/").split("/")
@@ -135,8 +155,8 @@ class _Answering(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Type", "application/json")
         self._end(json.dumps(answer).encode())
 
-    def _missing(self, code: str) -> None:
-        self.send_response(404)
+    def _missing(self, code: str, status: int = 404) -> None:
+        self.send_response(status)
         self.send_header("X-Error-Code", code)
         self.send_header("X-Error-Message", code)
         self._end(b"{}")

@@ -64,8 +64,8 @@ from dataplane.store.connect import Stores, connect
 from dataplane.store.expand import expand, missing
 from dataplane.store.local import target_of
 from dataplane.store.reads import etag_of_size
-        manifest = run.manifest(names, run.indexed(workers, {}, keys, None))
-        return with_folder_columns(manifest.with_categories(values), table)
+from dataplane.store.tables import open_table
+from dataplane.store.urls import FILE_PREFIX, Url, braces, folder_of, literal_prefix, normalise
 
 __all__ = ["Connect", "IndexProgress", "KeepPreamble", "Progress", "SharedSchema"]
 
@@ -256,12 +256,8 @@ def index_dataset(
         keys = shard_keys(version, listed)
     run = IndexRun(chosen, listed, progress, connect, index_shard or _index_here, begin_batches)
     if not cache_dir:
-<<<<<<< HEAD
         manifest = run.manifest(names, run.indexed(workers, {}, keys, None))
-        return with_folder_columns(manifest.with_categories(values))
-=======
-        return with_folder_columns(run.manifest(names, run.indexed(workers, {}, keys, None)), table)
->>>>>>> d811f31c (store: read versions of Delta and Iceberg tables, by their packages)
+        return with_folder_columns(manifest.with_categories(values), table)
     journal = IndexJournal(cache_dir, dataset_name(version, names))
     try:
         key = listing_key(version, keys)

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 from msgspec import structs
 
-from dataplane.base.suffixes import TABLE_PREFIXES
+from dataplane.base.suffixes import FILES, TABLE_PREFIXES
 from dataplane.formats.folders import (
     checked_sizes,
     folder_columns,
@@ -155,7 +155,7 @@ def with_folder_columns(manifest: Manifest, table: OpenTable | None = None) -> M
     """
     urls = manifest.shards.urls
     is_table = manifest.urls[0].startswith(TABLE_PREFIXES)
-    if manifest.stored_schema or (is_table and table is None):
+    if manifest.stored_schema or (is_table and table is None) or manifest.format == FILES:
         return manifest
     if table is None and b"=" not in urls.content.data.tobytes():
         return manifest

@@ -198,7 +198,9 @@ def _mapped(url: str, cause: Exception) -> StoreError:
     status = _http_status(cause)
     kind = kind_of(status) if status else None
     if kind is StoreDenied or "Credential" in name:
-        return StoreDenied(f"{url}: access refused: {text}", shard=url)
+        of_hub = "; a private or gated repository needs a token, in HF_TOKEN"
+        hint = of_hub if url.startswith("hf://") else ""
+        return StoreDenied(f"{url}: access refused: {text}{hint}", shard=url)
     if kind is ShardNotFound:
         return ShardNotFound(f"there is no object {url}: {text}", shard=url)
     if kind is StoreThrottled or is_throttle(str(cause)):

@@ -10,12 +10,13 @@ import fsspec.config
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fake_clock import Time
 from fsspec.implementations.memory import MemoryFileSystem
 from hub import Hub, hub_server
 
 from dataplane.commands.datasets import facts
 from dataplane.index.indexing import index_dataset
-from dataplane.model.errors import DatasetChangedError, ShardNotFound, StoreDenied
+from dataplane.model.errors import ConfigError, DatasetChangedError, ShardNotFound, StoreDenied
 from dataplane.model.redact import hub_parts
 from dataplane.plan.texts import Texts
 from dataplane.plan.views import relative_names
@@ -78,6 +79,33 @@ def test_a_branch_that_is_read_after_a_push_is_a_changed_dataset(hub: Hub) -> No
     hub.push({"data/a.parquet": shard(500)})
     with pytest.raises(DatasetChangedError):
         store.read(url, 0, info.size_bytes, info.etag)
+
+
+def test_a_private_repository_is_read_with_a_token_and_may_ask_to_come_later(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.token = "hf_secret"
+    monkeypatch.setenv("HF_TOKEN", "hf_other")
+    with pytest.raises(StoreDenied, match="needs a token, in HF_TOKEN"):
+        index_dataset(f"{NAME}/data", connect=Stores(1.0).connect)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    hub.refusals = 1
+    time = Time()
+    connect = Stores(60.0, clock=time.clock()).connect
+    assert index_dataset(f"{NAME}/data", connect=connect).sample_count == 100
+    assert time.waited
+    assert {place.partition("/resolve/")[0] for place in hub.refused} >= {
+        "GET /api/datasets/org/name",
+        "GET /datasets/org/name",
+    }
+
+
+def test_splits_of_the_hub_are_not_read_together(hub: Hub) -> None:
+    hub.push({f"data/{name}-00000-of-00001.parquet": shard(0) for name in ("train", "test")})
+    connect = Stores(1.0).connect
+    with pytest.raises(ConfigError, match=r"several splits.*train \(hf:"):
+        index_dataset(f"{NAME}/data", connect=connect)
+    assert index_dataset(f"{NAME}/data/train-*", connect=connect).sample_count == 100
 
 
 def test_a_policy_that_allows_a_folder_of_a_branch_allows_its_commits(hub: Hub) -> None:
