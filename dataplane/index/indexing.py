@@ -326,6 +326,7 @@ def choose_shards(
         shards = _chosen(listed, formats, literal, asked)
         _check_links(listed, shards)
         _check_file_names(shards)
+        _check_twins(shards)
         folders = missing((s for s in shards or listed if not s.size_bytes), connect)
         if not folders:
             break
@@ -380,6 +381,22 @@ def _check_file_names(shards: Sequence[ObjectInfo]) -> None:
                 "name the other shards by a pattern that leaves it out",
                 field="urls",
             ) from error
+
+
+def _check_twins(shards: Sequence[ObjectInfo]) -> None:
+    """Refuse a folder that has MDS shards both plain and compressed, as caches of their library do.
+
+    Raises:  ConfigError.
+    """
+    plain = {shard.url for shard in shards if shard.url.endswith(".mds")}
+    for url in (shard.url for shard in shards if plain):
+        stem, _, ending = url.rpartition(".")
+        if stem in plain:
+            raise ConfigError(
+                f"{url} is there without .{ending}, too: pass one kind, as in *.mds",
+                field="urls",
+                shard=url,
+            )
 
 
 def _chosen(

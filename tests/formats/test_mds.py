@@ -14,7 +14,7 @@ from shards import MemoryShard, decoded, read_rows
 from dataplane.formats.mds import Mds
 from dataplane.formats.unsupported import unsupported
 from dataplane.index.indexing import index_dataset
-from dataplane.model.errors import CorruptShard, SchemaMismatch
+from dataplane.model.errors import ConfigError, CorruptShard, SchemaMismatch
 
 MDS = Mds()
 NUMBERS = ("int", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
@@ -88,6 +88,15 @@ def test_a_compressed_shard_that_is_truncated_is_corrupt() -> None:
     whole = zstd(mds_bytes({"x": "bytes"}, [{"x": bytes(range(256)) * 99} for _ in range(9)]))
     with pytest.raises(CorruptShard, match="truncated compressed data"):
         decoded(MDS, whole[:-9])
+
+
+def test_a_folder_with_each_shard_twice_is_refused(tmp_path: Path) -> None:
+    content = mds_bytes({"id": "int"}, [{"id": 1}])
+    (tmp_path / "shard.0.mds").write_bytes(content)
+    (tmp_path / "shard.0.mds.zstd").write_bytes(zstd(content))
+    with pytest.raises(ConfigError, match=r"shard\.0\.mds\.zstd is there without .zstd, too"):
+        index_dataset(tmp_path)
+    assert index_dataset(str(tmp_path / "*.mds")).sample_count == 1
 
 
 def test_shards_of_the_library_are_read_and_their_index_is_left_out(data_dir: Path) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from dataplane_torch import DataLoader, Pack
 from sample_files import megatron_bytes
 
 from dataplane.formats import megatron, registry
@@ -27,20 +26,6 @@ def written(folder: Path, documents: list[np.ndarray], name: str = "text_documen
 
 def documents_of(count: int, dtype: str = "<u2") -> list[np.ndarray]:
     return [np.arange(1 + n % 7, dtype=dtype) + n % 50 for n in range(count)]
-
-
-def test_documents_come_in_their_order_and_are_packed(tmp_path: Path) -> None:
-    given = documents_of(300)
-    written(tmp_path, given)
-    rows = []
-    with DataLoader(tmp_path / "text_document.bin", 100) as loader:
-        for batch in loader:
-            pairs = zip(batch["tokens"].tolist(), batch["tokens.length"].tolist(), strict=True)
-            rows += [tokens[:length] for tokens, length in pairs]
-    assert rows == [document.tolist() for document in given]
-    with DataLoader(tmp_path, 4, pack=Pack("tokens", length=16, dtype="int64")) as loader:
-        packed = sum(int(batch["tokens"].sum()) for batch in loader)
-    assert packed == sum(int(document.sum()) for document in given)
 
 
 def rows_of(manifest: Manifest) -> list[list[int]]:
