@@ -18,7 +18,7 @@ PROTOC := $(VENV)/bin/uv run --quiet --no-project --isolated --python $(PY) --wi
 # pip compiles every module of every package, for a minute; Python keeps those that are imported, where it may.
 COMPILE := $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
 TEST_ARGS ?=
-JOBS ?= 3
+JOBS ?= 4
 DIST ?= dist
 # The pip that comes with Python takes twice as long to choose among releases. Without a newer one, it does.
 PIP := pip==26.3
@@ -70,7 +70,7 @@ lock: ## choose the newest versions that both pyproject.toml allow, and write re
 	  | sed -E 's/^(torch==[^+]*)\+.*/\1/' | grep -vE '^(nvidia|cuda|triton)'; } > "$$fresh/lock"; \
 	cp "$$fresh/lock" requirements.lock
 
-test: setup ## run every test, three at a time (JOBS=1: one): they wait a third of their time
+test: setup ## run every test, four at a time (JOBS=1: one): they wait a third of their time
 	$(PY) -m pytest -n $(JOBS) --dist worksteal --durations=10 $(TEST_ARGS)
 
 # Runs in a copy of the tree, whose libraries end the process at the first invalid access.

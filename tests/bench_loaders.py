@@ -81,6 +81,8 @@ class Opened:
             self.at = first + size * self.task.size
             if self.task.settings.get("pause_s") and self.task.rank == self.task.size - 1:
                 threading.Event().wait(self.task.settings["pause_s"])
+            if words := self.task.settings.get("awaits"):
+                wait_noted(self.task, words)
             yield self.batch(ids)
             go_wrong(self.task, "second batch")
 
@@ -129,6 +131,12 @@ def note(task, words):
     if "journal" in task.settings:
         with Path(task.settings["journal"]).open("a") as journal:
             journal.write(words + "\n")
+
+
+def wait_noted(task, words):
+    """Wait until another process has written this."""
+    while words not in Path(task.settings["journal"]).read_text():
+        threading.Event().wait(0.01)
 
 
 def go_wrong(task, where):
@@ -199,6 +207,8 @@ def _daemon(task: Any):
     if task.settings.get("burn_s"):
         import time
 
+        wait_noted(task, "epoch")  # the measurement has begun
         while time.process_time() < task.settings["burn_s"]:
             pass
+        note(task, "burnt")
     signal.pause()

@@ -33,13 +33,12 @@ FOR_TESTS = (
 FAST = (
     "arena", "client/test_session.py", "client/test_stream.py", "formats/test_arrow_ipc.py",
     "formats/test_jsonl.py", "formats/test_parquet.py", "formats/test_tar.py",
-    "formats/test_tfrecord.py", "rpc", "settings", "torch/test_loader.py",
+    "formats/test_tfrecord.py", "rpc", "torch/test_loader.py",
     "torch/test_torch_private.py", "torch/local/test_errors.py", "transforms/test_columns.py",
     "transforms/test_images.py",
 )  # fmt: skip
 BETWEEN = (
-    "arena", "client/test_session.py", "client/test_stream.py", "formats/test_parquet.py", "rpc",
-    "transforms/test_columns.py",
+    "client/test_session.py", "formats/test_parquet.py", "rpc",
 )  # fmt: skip
 PURE = ("arena/test_slab_layout.py", "client/test_topology.py")
 """Logic that depends on no other package's version."""

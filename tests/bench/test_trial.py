@@ -266,7 +266,7 @@ def test_a_loader_cannot_read_the_harness_messages_and_orders_may_be_long(trial,
 def test_a_daemon_that_a_loader_leaves_counts_and_is_ended(trial, tmp_path):
     journal = tmp_path / "journal"
     settings = {"journal": str(journal), "does": "leave a daemon in open", "burn_s": 0.3}
-    found = trial(Mode.EPOCH, settings={**settings, "pause_s": 0.2})
+    found = trial(Mode.EPOCH, settings={**settings, "awaits": "burnt"})
     assert found["cpu_s"] >= 0.28
     pid = int(journal.read_text().partition("daemon ")[2].split()[0])
     assert not psutil.pid_exists(pid)
