@@ -53,7 +53,6 @@ BLOCK_BYTES = 16 << 20
 MANIFEST = "dataset.manifest"
 _ALL = View()
 _RECORDS = "_dataplane/"
-_SUFFIXES = {"parquet": "parquet", "arrow": "arrow", "tar": "tar"}
 _STORES = Stores()
 
 
@@ -78,7 +77,7 @@ class PackJob(Struct, frozen=True):
 
     def url(self, part: int) -> str:
         """Return the url of a part's shard."""
-        name = f"part-{part:05d}-of-{self.part_count:05d}.{_SUFFIXES[self.format]}"
+        name = f"part-{part:05d}-of-{self.part_count:05d}.{self.format}"
         return f"{self.dest}{name}"
 
 
@@ -173,10 +172,10 @@ def _job(
     map_name: str,
     shard_bytes: int,
 ) -> PackJob:
-    if format_name not in _SUFFIXES:
+    if format_name not in _WRITERS:
         raise ConfigError(
             f"shards of format {format_name!r} cannot be written: pass one of "
-            f"{', '.join(_SUFFIXES)}",
+            f"{', '.join(_WRITERS)}",
             field="format",
         )
     folder = normalise(dest).rstrip("/") + "/"

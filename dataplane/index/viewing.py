@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 from msgspec import structs
 
-from dataplane.base.suffixes import FILES, TABLE_PREFIXES
+from dataplane.base.suffixes import TABLE_PREFIXES
 from dataplane.formats.folders import (
     checked_sizes,
     folder_columns,
@@ -29,6 +29,7 @@ from dataplane.index.projection import Projection
 from dataplane.index.run import Connect, Progress
 from dataplane.model.config import NodeConfig
 from dataplane.model.errors import ConfigError
+from dataplane.model.joined import is_joined
 from dataplane.model.records import View
 from dataplane.plan.columns import NEVER, NullCounts
 from dataplane.plan.manifest import Int64, Manifest
@@ -149,13 +150,18 @@ _SERIES_SHOWN = 5
 
 def with_folder_columns(manifest: Manifest, table: OpenTable | None = None) -> Manifest:
     """Return the manifest with the columns that its shards' folders have, or those that its `table`
-    says they have. Its fingerprint stays, since the urls determine these columns.
+    says they have. Its fingerprint stays, since the urls determine these columns. Shards that are
+    joined from several objects have none: their objects may lie in several folders.
 
     Raises:  SchemaMismatch: a folder has not the value that the table says.
     """
     urls = manifest.shards.urls
     is_table = manifest.urls[0].startswith(TABLE_PREFIXES)
-    if manifest.stored_schema or (is_table and table is None) or manifest.format == FILES:
+    if (
+        manifest.stored_schema
+        or (is_table and table is None)
+        or is_joined(manifest.shards.etags[0])
+    ):
         return manifest
     if table is None and b"=" not in urls.content.data.tobytes():
         return manifest
