@@ -112,14 +112,14 @@ def litdata_value(kind: str, value: Any) -> bytes:
 
 
 def litdata_bytes(kinds: Mapping[str, str], rows: Sequence[Row], frame_rows: int = 0) -> bytes:
-    """A chunk with these values (name -> kind), or of documents if these are only `tokens`. With
-    `frame_rows`, that many samples are compressed together.
+    """A chunk with these values (name -> kind); if these have no name, it is one of a TokensLoader.
+    With `frame_rows`, that many samples are compressed together.
     """
     samples = []
     for row in rows:
         values = [litdata_value(kind, row[name]) for name, kind in kinds.items()]
         sizes = np.array([len(value) for value in values], "<u4").tobytes()
-        samples.append(b"".join(values) if [*kinds] == ["tokens"] else sizes + b"".join(values))
+        samples.append(b"".join(values) if [*kinds] == [""] else sizes + b"".join(values))
     return _framed(samples, frame_rows) if frame_rows else _samples(b"", samples)
 
 

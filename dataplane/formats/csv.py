@@ -131,12 +131,16 @@ def _header(source: ByteSource) -> tuple[list[str], int]:
         length *= 2
     if not len(ends) or _CONTROLS.intersection(bytes(head[: ends[0]])):
         raise corrupt(url, 0, "no text table", expected=_NAMES, found=kind)
+    if b"\r" in bytes(head[: ends[0]]).replace(b"\r\n", b"").removesuffix(b"\r"):
+        raise corrupt(url, 0, "lines end with carriage returns alone: write newlines after them")
     try:
         text = bytes(head[: ends[0]]).removeprefix(_BOM).decode()
         lines = csv.reader(io.StringIO(text, newline=""), delimiter=_delimiter(url), strict=True)
         names = next(lines, [])
     except (ValueError, csv.Error) as fault:
         raise corrupt(url, 0, f"the names of the columns are damaged ({fault})") from fault
+    if not names:
+        raise corrupt(url, 0, "the first line is empty", expected=_NAMES)
     names = [name or f"Unnamed: {at}" for at, name in enumerate(names)]
     twin = next((name for at, name in enumerate(names) if name in names[:at]), None)
     if twin is not None:

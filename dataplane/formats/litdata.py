@@ -84,7 +84,6 @@ _OF_TORCH = (
     *("<u1", "<i1", "<i2", "<i2", "<i4", "<i4", "<i8", "<i8", "?", "<u2"),
 )
 _ARRAYS = {"numpy": (_OF_NUMPY, "<u4"), "tensor": (_OF_TORCH, ">u4")}
-# The name of the only value of a TokensLoader: no sample has such a key.
 TOKENS = "tokens"
 
 
@@ -111,7 +110,7 @@ def described(url: str, content: bytes) -> tuple[str, list[str]] | None:
             shard=url,
         )
     if loader == "TokensLoader":
-        parameters: dict[str, object] = {TOKENS: kinds[0]}
+        parameters: dict[str, str] | list[str] = kinds[:1]
     else:
         try:
             names = [*_names(json.loads(config["data_spec"])[1], "")]
@@ -120,8 +119,6 @@ def described(url: str, content: bytes) -> tuple[str, list[str]] | None:
         if len(names) != len(kinds) or len({*names}) < len(names):
             names = [str(at) for at in range(len(kinds))]
         parameters = dict(zip(names, kinds, strict=True))
-        if [*parameters] == [TOKENS]:
-            parameters = {f"{TOKENS}.": kinds[0]}
     name = json.dumps(parameters, separators=(",", ":"))
     return f"litdata:{name}", files
 
@@ -149,7 +146,8 @@ class LitData:
     def __init__(self, parameters: str) -> None:
         self.name = f"litdata:{parameters}"
         try:
-            kinds: dict[str, str] = json.loads(parameters)
+            given: dict[str, str] | list[str] = json.loads(parameters)
+            kinds = {TOKENS: given[0]} if isinstance(given, list) else given
             self._values = [_Value.of(name, kind) for name, kind in kinds.items()]
         except (ValueError, AttributeError, LookupError, TypeError):
             raise ConfigError(
@@ -157,7 +155,7 @@ class LitData:
                 "their folder, and no format",
                 field="format",
             ) from None
-        self._is_tokens = [*kinds] == [TOKENS]
+        self._is_tokens = isinstance(given, list)
         self._sizes = [None] * len(self._values)
 
     def index(self, shard: ShardReader) -> ShardIndex:

@@ -27,7 +27,7 @@ from dataplane.formats.conform import batch_of, check_rows, check_shard
 from dataplane.formats.faults import corrupt, describe, foreign_faults, require_bytes
 from dataplane.formats.npy import as_rows
 from dataplane.formats.source import BLOCK_BYTES
-from dataplane.model.errors import CorruptShard
+from dataplane.model.errors import ConfigError, CorruptShard
 from dataplane.model.joined import Joined, head_bytes
 from dataplane.model.records import Region
 from dataplane.plan.columns import NEVER
@@ -84,8 +84,11 @@ class Megatron:
     suffixes = (".bin",)
     needs = "a .idx beside each .bin"
 
-    def __init__(self, parameters: str = "") -> None:
-        self.name = f"{NAME}:{parameters}" if parameters else NAME
+    name = NAME
+
+    def __init__(self, parameters: str) -> None:
+        if parameters:
+            raise ConfigError(f"the format {NAME} has no parameters", field="format")
 
     def index(self, shard: ShardReader) -> ShardIndex:
         """Implement `Format.index`: read the lengths of the shard's sequences."""

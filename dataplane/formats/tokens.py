@@ -55,7 +55,8 @@ class TokenFile:
         self._dtype, value = np.dtype(f"<{np.dtype(kind).str[1:]}"), int(number)
         self._length = value if name == "length" else 0
         self._end = self._dtype.type(0)
-        if (name == "length" and not value) or value > np.iinfo(kind).max:
+        limit = np.iinfo(kind if name == "end" else "int32").max
+        if (name == "length" and not value) or value > limit:
             self._refuse()
         number_type = pa.from_numpy_dtype(np.dtype(kind))
         if self._length:

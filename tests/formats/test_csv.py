@@ -73,6 +73,8 @@ def test_known_nulls_are_counted() -> None:
         ('a,b\n1,"x\n', "byte 6: a quote is not closed"),
         ("a,b\n1,2\n3\n", "Expected 2 columns, got 1"),
         ("a,b\n1,2,3\n", "Expected 2 columns, got 3"),
+        ("a,b\r1,2\r", "lines end with carriage returns alone"),
+        ("\na,b\n1,2\n", "the first line is empty"),
     ],
 )
 def test_damaged_records_are_refused(text: str, words: str) -> None:

@@ -111,6 +111,13 @@ def test_an_index_of_another_program_is_none_of_litdata(content: bytes) -> None:
     assert described("index.json", content) is None
 
 
+def test_samples_may_have_tokens_alone() -> None:
+    known = described("index.json", litdata_index({"tokens": "no_header_tensor:18"}, []))
+    assert known is not None
+    content = litdata_bytes({"tokens": "no_header_tensor:18"}, [{"tokens": np.arange(3)}])
+    assert read_rows(registry.by_name(known[0]), content) == [{"tokens": [0, 1, 2]}]
+
+
 def test_names_follow_the_structure_of_a_sample() -> None:
     leaf: dict[str, Any] = {"type": None, "context": None, "children_spec": []}
     pair = {"type": "builtins.tuple", "context": "null", "children_spec": [leaf, leaf]}
@@ -132,8 +139,8 @@ def test_documents_of_a_tokens_loader_are_rows() -> None:
     index = litdata_index({}, [], data_format=kinds, item_loader="TokensLoader")
     known = described("index.json", index)
     assert known is not None
-    rows = [{"tokens": np.arange(n + 1, dtype=np.int32)} for n in range(9)]
-    content = litdata_bytes({"tokens": kinds[0]}, rows)
+    rows = [{"": np.arange(n + 1, dtype=np.int32)} for n in range(9)]
+    content = litdata_bytes({"": kinds[0]}, rows)
     assert read_rows(registry.by_name(known[0]), content) == [
         {"tokens": [*range(n + 1)]} for n in range(9)
     ]

@@ -47,6 +47,13 @@ def test_rows_of_equal_length_leave_out_the_rest() -> None:
     assert read_rows(format_, written(1, 2, 3, 4, 5)) == [{"tokens": [1, 2]}, {"tokens": [3, 4]}]
 
 
+def test_a_row_may_have_more_ids_than_there_are_tokens() -> None:
+    assert (
+        registry.by_name("tokens:uint8,length=1000").index(MemoryShard(bytes(2500))).blocks[0].rows
+        == 2
+    )
+
+
 @pytest.mark.parametrize(
     "parameters",
     [
