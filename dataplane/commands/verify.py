@@ -202,6 +202,7 @@ def _shards(urls: Sequence[str], format_name: str) -> tuple[str, list[str]]:
     """Return the format's name, and the shards that `urls` name."""
     from dataplane.commands.datasets import STORES
     from dataplane.index.indexing import choose_shards
+    from dataplane.model.joined import Joined, is_joined
     from dataplane.store.expand import expand
     from dataplane.store.tables import open_table
     from dataplane.store.urls import normalise
@@ -210,7 +211,9 @@ def _shards(urls: Sequence[str], format_name: str) -> tuple[str, list[str]]:
     table = open_table(names, STORES.connect)
     found = expand(names, STORES.connect) if table is None else list(table.files)
     chosen, listed = choose_shards(found, names, format_name, STORES.connect)
-    return chosen.name, [one.url for one in listed]
+    # A joined shard has no object of its own: its last object names the others.
+    own = [Joined.of(i.url, i.etag).members[-1] if is_joined(i.etag) else i for i in listed]
+    return chosen.name, [*dict.fromkeys(info.url for info in own)]
 
 
 def _agreeing(

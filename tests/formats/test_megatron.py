@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 from sample_files import megatron_bytes
 
+from dataplane.cli import run
 from dataplane.formats import megatron, registry
 from dataplane.formats.base import RawBlock
 from dataplane.index.indexing import index_dataset
@@ -72,6 +73,15 @@ def test_the_lengths_of_a_shard_alone_are_its_preamble(tmp_path: Path) -> None:
     manifest = index_dataset(str(tmp_path / "a.bin"))
     assert manifest.sample_count == count
     assert max(manifest.shards.preamble_length.tolist()) < 300_000
+
+
+def test_a_pair_is_verified(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    written(tmp_path, documents_of(50), "a")
+    written(tmp_path, documents_of(20), "b")
+    assert run(["verify", str(tmp_path)]) == 0
+    assert "OK: 70 samples in 2 blocks of 2 shards" in capfd.readouterr().out
+    (tmp_path / "b.bin").write_bytes(b"")
+    assert run(["verify", str(tmp_path)]) == 1
 
 
 @pytest.mark.parametrize(
