@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 FILES = "files"
-"""The format of files that are rows themselves. Their suffixes do not mark shards: if there are
-shards of another format in the same folder, such files are left out.
+"""The format of files that are rows themselves."""
+BESIDES = (FILES, "npy", "csv")
+"""Formats of files that often lie beside shards of another format, such as metadata.csv: then they
+are left out. If a folder has several of these, the first is read.
 """
 # The suffixes of each format in lower case, the longest first.
 BY_FORMAT: Mapping[str, tuple[str, ...]] = {
@@ -48,6 +50,12 @@ def path_of(url: str) -> str:
     lower = url.lower()
     is_of_web = lower.startswith(("http://", "https://"))
     return lower.partition("?")[0].partition("#")[0] if is_of_web else lower
+
+
+def is_beside(url: str) -> bool:
+    """Return whether a file may lie beside shards without being one."""
+    path = path_of(url)
+    return any(path.endswith(BY_FORMAT[name]) for name in BESIDES)
 
 
 def names_a_shard(url: str) -> bool:

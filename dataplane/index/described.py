@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 
-from dataplane.base.suffixes import path_of
+from dataplane.base.suffixes import BESIDES, path_of
 from dataplane.formats import litdata, megatron, registry
 from dataplane.formats.base import Format
 from dataplane.formats.source import read_in_threads
@@ -21,7 +21,7 @@ Chosen = tuple[Format, list[ObjectInfo]]
 def is_described(asked: Format | None, formats: Sequence[Format | None]) -> bool:
     """Return whether objects may be such shards: none has a suffix of another format."""
     if asked is None:
-        return not any(formats)
+        return all(known is None or known.name in BESIDES for known in formats)
     return asked.name == megatron.NAME
 
 

@@ -321,8 +321,8 @@ def choose_shards(
         formats = [registry.format_of_url(shard.url) for shard in listed]
         if is_described(asked, formats) and (described := described_shards(listed, connect)):
             return described
-        if asked is None and any(f is not None and f.name != suffixes.FILES for f in formats):
-            formats = [f if f is not None and f.name != suffixes.FILES else None for f in formats]
+        if asked is None:
+            formats = _without_besides(formats)
         shards = _chosen(listed, formats, literal, asked)
         _check_links(listed, shards)
         _check_file_names(shards)
@@ -397,6 +397,14 @@ def _check_twins(shards: Sequence[ObjectInfo]) -> None:
                 field="urls",
                 shard=url,
             )
+
+
+def _without_besides(formats: Sequence[Format | None]) -> list[Format | None]:
+    """Leave out files that lie beside shards of another format."""
+    names = {known.name for known in formats if known is not None}
+    besides = [name for name in suffixes.BESIDES if name in names]
+    left_out = besides if names.difference(besides) else besides[1:]
+    return [known if known and known.name not in left_out else None for known in formats]
 
 
 def _chosen(

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from dataplane.base.suffixes import MANIFEST, suffix_of
+from dataplane.base.suffixes import MANIFEST, is_beside, suffix_of
 from dataplane.base.trace import Trace
 from dataplane.model.errors import ConfigError, ShardNotFound, StoreDenied
 from dataplane.model.records import ObjectInfo
@@ -436,7 +436,7 @@ def _split_in(part: str) -> str:
 
 
 def _is_shard(url: str) -> bool:
-    has_suffix = suffix_of(url) not in {"", MANIFEST}
+    has_suffix = suffix_of(url) not in {"", MANIFEST} and not is_beside(url)
     return has_suffix or _NUMBERED.match(url.rpartition("/")[2]) is not None
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import csv
 import io
 import random
+from pathlib import Path
 
+import numpy as np
 import pytest
 from sample_files import zstd
 from shards import MemoryShard, Row, decoded, read_rows, zipped
 
 from dataplane.formats.csv import Csv
+from dataplane.index.indexing import index_dataset
 from dataplane.model.errors import CorruptShard, SchemaMismatch
 
 CSV = Csv()
@@ -85,6 +88,18 @@ def test_damaged_records_are_refused(text: str, words: str) -> None:
 def test_bytes_that_are_not_utf_8_are_refused() -> None:
     with pytest.raises(CorruptShard, match="invalid UTF8"):
         decoded(CSV, b"a,b\n\xff,2\n")
+
+
+def test_a_table_beside_other_shards_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "eval").mkdir()
+    (tmp_path / "eval" / "metrics.csv").write_text("a\n1\n")
+    np.save(tmp_path / "b.npy", np.arange(3))
+    assert index_dataset(tmp_path).format == "npy"
+    (tmp_path / "b.jpg").write_bytes(b"x")
+    assert index_dataset(tmp_path).format == "files"
+    (tmp_path / "train.jsonl").write_text('{"a": 1}\n')
+    assert index_dataset(tmp_path).format == "jsonl"
+    assert index_dataset(tmp_path / "eval").format == "csv"
 
 
 def test_a_name_that_occurs_twice_is_refused() -> None:
