@@ -1,11 +1,12 @@
-"""Folders of image files: one row a file.
+"""Folders of image files, and tables of paths: one row a file.
 
 A shard is a run of files, joined (model/joined.py): its preamble is the head, which names them, and
 its one block has their bytes.
 
 Schema: `__key__`, the name of the file below the folder that the user named; `label`, the folder
 at the beginning of that name, or else the folder that the file is in; `image`, the bytes of the
-file.
+file. If the
+files are those that a table names, its columns take the place of the first two.
 """
 
 from __future__ import annotations
@@ -20,12 +21,11 @@ from dataplane.formats.arrays import offsets_of, widened
 from dataplane.formats.base import Block, RawBlock, ShardIndex, ShardReader
 from dataplane.formats.conform import batch_of, check_columns, check_rows
 from dataplane.formats.faults import corrupt, describe, foreign_faults, require_bytes
-from dataplane.model.errors import CorruptShard
-from dataplane.model.joined import LABEL, Joined, head_bytes
+from dataplane.model.errors import ConfigError, CorruptShard
+from dataplane.model.joined import IMAGE, KEY, LABEL, ROWS, Joined, files_of, head_bytes
 from dataplane.model.records import Region
 from dataplane.plan.columns import NEVER
 
-KEY, IMAGE = "__key__", "image"
 _NARROW_BYTES = 4
 _START_BYTES = 512
 
@@ -73,6 +73,72 @@ class Files:
             buffers = [None, pa.py_buffer(offsets), pa.py_buffer(block.body)]
             arrays[IMAGE] = pa.Array.from_buffers(kind, len(lengths), buffers)
         return batch_of(arrays, schema, columns, block)
+
+
+class FileTable(Files):
+    """Reads tables of paths whole, for index/files.py: the rows are in the metadata of the schema
+    that `index` returns. `parameters` are those of the format's name.
+    """
+
+    suffixes: tuple[str, ...] = ()
+
+    def __init__(self, parameters: str) -> None:
+        self.name = f"{FILES}:{parameters}"
+
+    def index(self, shard: ShardReader) -> ShardIndex:
+        """Implement `Format.index`.   Raises:  ConfigError: the table has no such column."""
+        from dataplane.formats import registry  # late, since the registry imports this module
+
+        name, column = files_of(self.name)
+        reader = registry.by_name(name) if name else registry.dataset_format([shard.url])
+        if reader.name == FILES:
+            raise ConfigError(
+                f"{shard.url} is an image, and files={column!r} needs a table: name the table",
+                shard=shard.url,
+                field="files",
+            )
+        index = reader.index(shard)
+        names = index.schema.names
+        if column not in names or (IMAGE in names and column != IMAGE):
+            raise _no_paths(shard.url, column, names)
+        preamble = _read(shard, index.preamble)
+        batches = [
+            reader.decode(
+                RawBlock(
+                    shard.url, number, block.rows, block.place, shard.size_bytes, index.preamble,
+                    preamble, _read(shard, block.place),
+                ),
+                index.schema,
+                names,
+            )
+            for number, block in enumerate(index.blocks)
+            if block.rows
+        ]  # fmt: skip
+        tables = [pa.Table.from_batches([batch]) for batch in batches]
+        rows, sink = pa.concat_tables(tables, promote_options="permissive"), pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, rows.schema) as writer:
+            writer.write_table(rows.combine_chunks())
+        schema = pa.schema([], {ROWS: sink.getvalue().to_pybytes()})
+        return ShardIndex(schema, (), Region(0, 0), zero_copy=False)
+
+
+def _read(shard: ShardReader, place: Region) -> memoryview:
+    return memoryview(shard.read(place.offset, place.length) if place.length else b"")
+
+
+def _no_paths(url: str, column: str, names: Sequence[str]) -> ConfigError:
+    if column in names:
+        return ConfigError(
+            f"{url}: the bytes of the files come as the column {IMAGE!r}, and the table has one of "
+            f"this name beside {column!r}: rename it",
+            shard=url,
+            field="files",
+        )
+    return ConfigError(
+        f"{url} has no column {column!r}, which files= names; it has {', '.join(names)}",
+        shard=url,
+        field="files",
+    )
 
 
 def _joined(url: str, head: memoryview, body_bytes: int) -> Joined:

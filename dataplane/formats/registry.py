@@ -141,6 +141,7 @@ WITH_PARAMETERS: Mapping[str, tuple[str, str]] = {
     "tokens": ("dataplane.formats.tokens", "TokenFile"),
     "litdata": ("dataplane.formats.litdata", "LitData"),
     "megatron": ("dataplane.formats.megatron", "Megatron"),
+    "files": ("dataplane.formats.files", "FileTable"),
 }
 
 

@@ -245,11 +245,9 @@ class FieldReader:
             return sample.fields
         by_column = {name: member for name, member in sample.fields.items() if name in self._known}
         others = [(*self._column_of(field), field) for field in sample.fields.keys() - self._known]
-        for column, is_same, field in sorted(others, key=lambda other: (not other[1], other[2])):
+        for column, _, field in sorted(others, key=lambda other: (not other[1], other[2])):
             member = sample.fields[field]
             if column and column not in by_column:
-                if not is_same and column in self._columns:
-                    raise self._other_kind(column, member)
                 by_column[column] = member
             elif self._reads_all:
                 raise self._unknown(member, field)
@@ -260,16 +258,6 @@ class FieldReader:
         if known is None:
             known = self._elsewhere[field] = column_of(self._schema, field)
         return known
-
-    def _other_kind(self, column: str, member: TarMember) -> SchemaMismatch:
-        return mismatch(
-            self._url,
-            column,
-            f".{column} images in its first shard",
-            f"{member.name!r}",
-            "list a shard first that has images of all kinds, or give all of them one extension "
-            "when you write the shards: they are decoded by content, whatever their names",
-        )
 
     def _unknown(self, member: TarMember, field: str) -> SchemaMismatch:
         names = ", ".join(self._schema.names)
@@ -372,8 +360,8 @@ class Tar:
 
 def is_new_field(schema: pa.Schema, field: str) -> bool:
     """Return whether a field that the dataset's first shard lacks is a column of its own. In a tar
-    dataset, an image with such a field may belong to an image column of the first shard, or be
-    refused when it is read.
+    dataset, an image with such a field may belong to an image column of the first shard; a second
+    image of a sample is refused when it is read.
     """
     return schema.get_field_index(KEY) < 0 or not column_of(schema, field)[0]
 

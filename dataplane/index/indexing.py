@@ -18,8 +18,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import cache, partial
-from itertools import groupby
+from functools import partial
 from typing import Self
 
 import pyarrow as pa
@@ -29,9 +28,9 @@ from dataplane.base import collector, suffixes
 from dataplane.base.trace import Trace
 from dataplane.formats import registry
 from dataplane.formats.base import Format, ShardIndex
-from dataplane.formats.source import BLOCK_BYTES
 from dataplane.index.batches import KeepPreamble
 from dataplane.index.described import described_shards, is_described
+from dataplane.index.files import joined_shards, table_shards
 from dataplane.index.journal import (
     IndexJournal,
     dataset_name,
@@ -53,7 +52,7 @@ from dataplane.index.shared_schema import SharedSchema
 from dataplane.index.viewing import with_folder_columns
 from dataplane.model.config import NodeConfig
 from dataplane.model.errors import ConfigError, ShardNotFound
-from dataplane.model.joined import LABEL, Joined, is_joined, runs
+from dataplane.model.joined import files_of, is_joined
 from dataplane.model.records import ObjectInfo
 from dataplane.model.redact import redacted, unpinned
 from dataplane.plan.manifest import Manifest
@@ -65,7 +64,7 @@ from dataplane.store.expand import expand, missing
 from dataplane.store.local import target_of
 from dataplane.store.reads import etag_of_size
 from dataplane.store.tables import open_table
-from dataplane.store.urls import FILE_PREFIX, Url, braces, folder_of, literal_prefix, normalise
+from dataplane.store.urls import FILE_PREFIX, Url, normalise
 
 __all__ = ["Connect", "IndexProgress", "KeepPreamble", "Progress", "SharedSchema"]
 
@@ -243,12 +242,7 @@ def index_dataset(
         _trace.noted("opened a table", table=table.name, files=len(table.files))
     with collector.resting():
         objects = expand(names, connect) if table is None else list(table.files)
-        chosen, listed = choose_shards(objects, names, format_name, connect)
-        _warn_of_versions(listed)
-        values: dict[str, pa.Array] = {}
-        if chosen.name == suffixes.FILES:
-            listed, labels = joined_shards(listed, names)
-            values = {LABEL: pa.array(labels, pa.large_string())}
+        chosen, listed, values = _shards_of(objects, names, format_name, index_shard, connect)
         if listed and is_joined(listed[0].etag):
             # Of these shards, only numbers are parsed.
             index_shard, begin_batches = _index_here, None
@@ -271,6 +265,28 @@ def index_dataset(
     finally:
         journal.close()
     return with_folder_columns(manifest, table)
+
+
+def _shards_of(
+    objects: Sequence[ObjectInfo],
+    names: Sequence[str],
+    format_name: str,
+    index_shard: IndexShard | None,
+    connect: Connect,
+) -> tuple[Format, list[ObjectInfo], dict[str, pa.Array]]:
+    """Return the dataset's format, its shards, and the values of columns that the names of files
+    show. Files that are rows are joined into shards.
+    """
+    table_format, column = files_of(format_name)
+    chosen, listed = choose_shards(objects, names, table_format, connect)
+    _warn_of_versions(listed)
+    if column:
+        reader = registry.by_name(format_name)
+        shards = table_shards(listed, column, reader, index_shard or _index_here, connect)
+        return registry.by_name(suffixes.FILES), shards, {}
+    return chosen, *(
+        joined_shards(listed, names) if chosen.name == suffixes.FILES else (listed, {})
+    )
 
 
 def _saved(names: Sequence[str], connect: Connect) -> Buffer:
@@ -426,47 +442,6 @@ def _chosen(
     named = [s for s, f in by_suffix() if is_chosen(s, f) or unpinned(s.url) in literal]
     # Many TFRecord shards have no suffix at all (train-00000-of-01024).
     return named or [s for s, f in by_suffix() if f is None] or list(listed)
-
-
-# -- files -----------------------------------------------------------------------------------------
-#
-# Make shards of files that are rows: a block is a run of the listing, joined into one shard.
-
-_FILES_MAX = 256
-"""The most files in a block: each takes a request to its store."""
-
-
-def joined_shards(
-    listed: Sequence[ObjectInfo], names: Iterable[str]
-) -> tuple[list[ObjectInfo], list[str]]:
-    """Return the shards of these files, which the user's names matched, and all labels, sorted."""
-    roots, labels, shards = _roots(names), set[str](), list[ObjectInfo]()
-    root_of = cache(partial(_root_of, roots))
-    for root, infos in groupby(listed, lambda info: root_of(folder_of(info.url))):
-        for run in runs(infos, BLOCK_BYTES, _FILES_MAX):
-            joined = Joined(run, root)
-            labels.update(joined.labels())
-            shards.append(joined.listed(f"{run[0].url}+{len(run) - 1}"))
-    return shards, sorted(labels)
-
-
-def _roots(names: Iterable[str]) -> set[str]:
-    """Return the folders to which the names of files may be relative."""
-    patterns = [pattern for name in names for pattern in braces(name)]
-    return {
-        *(f"{pattern.rstrip('/')}/" for pattern in patterns),
-        *(folder_of(literal_prefix(pattern)) for pattern in patterns),
-    }
-
-
-def _root_of(roots: set[str], folder: str) -> str:
-    """Return the nearest of these folders that contains `folder`, or else `folder` itself."""
-    at = folder
-    while at not in roots:
-        at = at[: at.rfind("/", 0, -1) + 1]
-        if not at:
-            return folder
-    return at
 
 
 def _some(urls: Sequence[str]) -> str:

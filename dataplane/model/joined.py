@@ -28,8 +28,11 @@ from dataplane.model.errors import CorruptShard
 from dataplane.model.records import ObjectInfo
 from dataplane.model.typed import complete
 
-MARK = "joined:"
-LABEL = "label"
+FILES, MARK = "files", "joined:"
+KEY, LABEL, IMAGE = "__key__", "label", "image"
+"""The columns of files that are rows."""
+ROWS = b"dataplane.rows"
+"""The metadata of a schema in which the rows of a table of paths are sent."""
 _LENGTH = struct.Struct("<Q")
 
 
@@ -161,3 +164,17 @@ def runs(
         size += member.size_bytes
     if run:
         yield run
+
+
+def with_files(format_name: str, column: str) -> str:
+    """Return the name of the format that reads the files whose paths are in this column of tables
+    of another format; "" if the format of the tables shows in their names.
+    """
+    return f"{FILES}:{format_name}:{column}"
+
+
+def files_of(format_name: str) -> tuple[str, str]:
+    """Invert `with_files`. The column is "" in the name of any other format."""
+    family, _, parameters = format_name.partition(":")
+    table_format, _, column = parameters.rpartition(":")
+    return (table_format, column) if family == FILES and column else (format_name, "")

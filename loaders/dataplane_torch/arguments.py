@@ -26,6 +26,7 @@ from dataplane.client.endpoint import Embedded, Endpoint, find_endpoint
 from dataplane.client.launch import BegunNode
 from dataplane.model.config import BAD_MAX, RAISE, REPLACE
 from dataplane.model.errors import ConfigError, ShardNotFound
+from dataplane.model.joined import with_files
 from dataplane.model.records import (
     ColumnOptions,
     ImageSpec,
@@ -170,7 +171,7 @@ def job_of(given: Arguments) -> JobToOpen:
         job_id=identity.job_id(launch, urls, options["name"]),
         incarnation=launch.incarnation,
         member_id="",
-        source=DatasetSource(urls, options["format"] or ""),
+        source=DatasetSource(urls, _format(options)),
         topology=topology,
         spec=structs.replace(
             order_of(given, topology.dp_size, pads=any(view.pads for view in views)),
@@ -186,6 +187,11 @@ def job_of(given: Arguments) -> JobToOpen:
     named = options["name"] is not None
     parts = parts_of(topology, options["columns_by_stage"], options["sequence_part"])
     return JobToOpen(endpoint, request, given.timeout or None, is_named=named, parts=parts)
+
+
+def _format(options: UrlOptions) -> str:
+    name, column = options["format"] or "", options["files"]
+    return with_files(name, column) if column else name
 
 
 def _transforms(options: UrlOptions) -> tuple[ImageSpec, ...]:
@@ -318,7 +324,7 @@ def _mixture(
             views[name] = structs.replace(own, pack=pack)
         except ConfigError as error:
             raise ConfigError(f"source {name!r}: {error}", **error.nouns) from error
-    return mixture.asked(urls, views, options["format"] or "")
+    return mixture.asked(urls, views, _format(options))
 
 
 def _urls_of(mixture: Mixture) -> dict[str, tuple[str, ...]]:

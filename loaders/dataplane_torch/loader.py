@@ -100,6 +100,7 @@ class DataLoader(LoaderBase[_T_co]):
       device: str                the device of the tensors, such as "cuda"; the host if left out
     Job
       format: str                the shards' format; from their names if left out
+      files: str                 the column of paths, if rows of tables name files to read
       on_bad: str = "raise"      "replace" delivers another row for one that cannot be read
       bad_max: float = 0.001     the share of an epoch's samples that may be replaced
       service: str               the coordinator's address; a node of this process if left out

@@ -118,6 +118,10 @@ class JobArguments(TypedDict, total=False):
 
     format: str | None
     """The name of the format, where the names of the shards do not say it."""
+    files: str | None
+    """The column of a table with the paths of files, each of which is read into the column `image`;
+    relative paths begin at the folder of the table.
+    """
     service: str | None
     """The address of a coordinator, `"10.0.0.1:7077"`; by default the setting `service`, or a node
     of this process.
@@ -187,6 +191,7 @@ _TEXTS: Final[Mapping[str, tuple[str, int, int]]] = {
     "sharing": ("the name of the group that jobs with equal loaders share", 1, 200),
     "service": ('the address of the coordinator, such as "10.0.0.1:7077"', 0, NAME_LENGTH_MAX),
     "format": ('the name of a format, such as "parquet"', 0, NAME_LENGTH_MAX),
+    "files": ("the name of the column of paths", 1, NAME_LENGTH_MAX),
 }
 
 

@@ -444,5 +444,5 @@ def test_a_tar_dataset_has_the_fields_of_all_its_shards_and_one_column_of_images
         "txt",
     ]
     assert merged(("1.jpg", "2.png"), ("3.png",), ("4.jpe",)) == ["__key__", "jpg"]
-    assert merged(first, ("2.png", "2.cls")) == ["__key__", "jpg", "cls"]  # refused when it is read
+    assert merged(first, ("2.png", "2.cls")) == ["__key__", "jpg", "cls"]
     assert merged(("1.txt",), ("2.png", "2.txt")) == ["__key__", "txt", "png"]

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from dataplane_torch import CenterCrop, DataLoader
 from pictures import drawn, encoded
 from servers import S3Server, reach
 
+from dataplane.index import files
 from dataplane.index.indexing import index_dataset
 from dataplane.model.errors import (
+    BudgetTooSmall,
+    ConfigError,
     DatasetChangedError,
+    ImageError,
     ShardNotFound,
 )
+from dataplane.model.joined import Joined
 
 KINDS = {".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".webp": "WEBP"}
 Rows = list[tuple[str, str, bytes]]
@@ -85,7 +94,7 @@ def test_labels_come_as_codes_without_reading_an_image(folder: Path) -> None:
 @pytest.mark.usefixtures("shared_node")
 def test_files_directly_in_the_folders_that_are_named_have_these_as_labels(folder: Path) -> None:
     small = folder / "dog" / "small"
-    rows = read([folder / "cat", f"{small}/"], shuffle=False)
+    rows = read([folder / "cat", f"{small}/"], shuffle=False, format="files")
     assert [label for _, label, _ in rows] == ["cat"] * 14 + ["small"] * 13
     assert rows[0][0] == "000.jpg"
 
@@ -128,3 +137,145 @@ def test_a_file_that_changed_since_it_was_listed_is_named(tmp_path: Path, *, is_
     with pytest.raises(error, match=r"1/0299\.png") as caught:
         read(saved)
     assert caught.value.shard == f"file://{changed}"
+
+
+def labelled(form: str, root: Path, paths: list[str]) -> Path:
+    """A table of these paths and of their numbers."""
+    table = root / f"labels.{form}"
+    columns = {"path": paths, "number": list(range(len(paths)))}
+    if form == "parquet":
+        pq.write_table(pa.table(columns), table, row_group_size=7)
+    else:
+        rows = zip(paths, range(len(paths)), strict=True)
+        table.write_text("".join(f'{{"path": "{p}", "number": {n}}}\n' for p, n in rows))
+    return table
+
+
+@pytest.mark.usefixtures("shared_node")
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_a_table_of_paths_gives_its_rows_and_the_bytes_of_the_files(
+    tmp_path: Path, form: str
+) -> None:
+    objects = many()
+    write(tmp_path, objects)
+    paths = [*reversed(objects), f"file://{tmp_path}/train/../train/0/0002.png", "train/0/0002.png"]
+    table = labelled(form, tmp_path, paths)
+    with DataLoader(table, files="path", batch_size=50, shuffle=False) as loader:
+        rows = [
+            row
+            for batch in loader
+            for row in zip(batch["path"], batch["number"].tolist(), batch["image"], strict=True)
+        ]
+    objects[paths[-2]] = objects[paths[-1]]
+    assert rows == [(path, number, objects[path]) for number, path in enumerate(paths)]
+
+
+def test_a_table_of_paths_in_a_bucket_names_objects(
+    s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    reach(s3_server, monkeypatch)
+    monkeypatch.setattr(files, "_HEADS_MAX", 2)
+    bucket, other = s3_server.bucket(), s3_server.bucket()
+    s3_server.put(other, {"b": b"bb"})
+    s3_server.put(bucket, {"x/0": b"0", "x/1": b"11", "x/y/2": b"222"})
+    paths = ["../x/1", f"s3://{other}/b", "y/2", "0"]
+    s3_server.put(bucket, {"x/labels.jsonl": labelled("jsonl", tmp_path, paths).read_bytes()})
+    manifest = index_dataset(f"s3://{bucket}/x/labels.jsonl", format_name="files::path")
+    (shard,) = manifest.shards
+    members = Joined.of(shard.url, shard.etag).members
+    assert [(member.url, member.size_bytes) for member in members] == [
+        (f"s3://{bucket}/x/1", 2),
+        (f"s3://{other}/b", 2),
+        (f"s3://{bucket}/x/y/2", 3),
+        (f"s3://{bucket}/x/0", 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("paths", "column", "says"),
+    [
+        (["0.png", "1.png"], "path", r"row 1 names a file that is not there.*1\.png"),
+        (["0.png", ""], "path", "row 1 has '' for the path of its file"),
+        (["0.png"], "number", "row 0 has 0 for the path of its file"),
+        (["0.png"], "image", "has no column 'image', which files= names; it has path, number"),
+    ],
+)
+def test_a_table_that_names_no_file_is_refused(
+    tmp_path: Path, paths: list[str], column: str, says: str
+) -> None:
+    (tmp_path / "0.png").write_bytes(b"0")
+    table = labelled("parquet", tmp_path, paths)
+    with pytest.raises((ConfigError, ShardNotFound), match=says) as caught:
+        index_dataset(table, format_name=f"files::{column}")
+    assert caught.value.shard
+
+
+def test_an_image_is_not_a_table_of_paths(tmp_path: Path) -> None:
+    (tmp_path / "0.png").write_bytes(b"0")
+    with pytest.raises(ConfigError, match=r"0\.png is an image, and files='path' needs a table"):
+        index_dataset(tmp_path, format_name="files::path")
+
+
+def cut(root: Path) -> None:
+    (root / "cat/000.jpg").write_bytes((root / "cat/000.jpg").read_bytes()[:-20])
+
+
+def mislabel(root: Path) -> None:
+    (root / "cat/000.jpg").write_text("hello")
+
+
+def empty(root: Path) -> None:
+    (root / "cat/000.jpg").write_bytes(b"")
+
+
+def break_link(root: Path) -> None:
+    (root / "cat/999.png").symlink_to("nowhere")
+
+
+def link(root: Path) -> None:
+    (root / "cat/999.jpg").hardlink_to(root / "cat/000.jpg")
+
+
+def name_in_bytes(root: Path) -> None:
+    (root / "cat/000.jpg").rename(os.fsdecode(os.fsencode(root) + b"/cat/\xff.jpg"))
+
+
+def swell(root: Path) -> None:
+    with (root / "zebra/999.png").open("wb") as file:
+        file.truncate(5 << 30)
+
+
+@pytest.mark.usefixtures("shared_node")
+@pytest.mark.parametrize(
+    ("damage", "error", "says"),
+    [
+        (cut, ImageError, "row 0 .*'cat/000.jpg'.*truncated, or corrupt"),
+        (mislabel, ImageError, "row 0 .*'cat/000.jpg'.*which is text: 'hello'"),
+        (empty, ImageError, "row 0 .*'cat/000.jpg'.*0 bytes, where an image should be"),
+        (break_link, ShardNotFound, r"999\.png is a symbolic link to nowhere"),
+        (link, ConfigError, r"000\.jpg and .*999\.jpg are the same file, by a link"),
+        (name_in_bytes, ConfigError, "is not UTF-8: rename it"),
+        (swell, BudgetTooSmall, r"zebra/999\.png\+0: one block takes"),
+    ],
+)
+def test_each_kind_of_damage_has_its_answer(
+    folder: Path, damage: Callable[[Path], None], error: type[Exception], says: str
+) -> None:
+    damage(folder)
+    with pytest.raises(error, match=says):
+        read(folder, transforms={"image": [CenterCrop(8)]}, shuffle=False)
+
+
+@pytest.mark.usefixtures("shared_node")
+def test_files_that_are_odd_but_sound_are_read(folder: Path) -> None:
+    folder.joinpath("cat/000.jpg").rename(folder / "cat/00\n0.png")
+    (folder / "zebra/folder.png").mkdir()
+    (folder / ".hidden.png").write_bytes(b"x")
+    options: dict[str, Any] = {"on_bad": "replace", "bad_max": 0.1, "shuffle": False}
+    (folder / "zebra/001.jpeg").write_bytes(b"no image")
+    with DataLoader(
+        folder, batch_size=41, transforms={"image": [CenterCrop(8)]}, **options
+    ) as loader:
+        (batch,) = loader
+    assert batch["__key__"][0] == "cat/00\n0.png"
+    assert len(batch["image"]) == 41

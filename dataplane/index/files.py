@@ -1,0 +1,154 @@
+"""Make shards of files that are rows: a block is a run of files, joined into one shard.
+
+The files are those of a listing, or those that the paths in a table name. Tables are read in the
+same workers as all shards; here, only the Arrow columns that come back are used.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from itertools import accumulate, groupby
+
+import pyarrow as pa
+
+from dataplane.formats.base import Format, ShardIndex
+from dataplane.formats.source import BLOCK_BYTES
+from dataplane.index.run import Connect, IndexShard, StoredShard
+from dataplane.model.errors import ConfigError, CorruptShard, ShardNotFound
+from dataplane.model.joined import IMAGE, LABEL, ROWS, Joined, runs
+from dataplane.model.records import ObjectInfo
+from dataplane.store.urls import (
+    FILE_PREFIX,
+    base_of,
+    braces,
+    folder_of,
+    literal_prefix,
+    normalise,
+)
+
+_FILES_MAX = 256
+"""The most files in a block: each takes a request to its store."""
+_HEADS_AT_ONCE, _HEADS_MAX = 64, 1000
+"""More files than this are found by one listing of the folder that holds all of them."""
+
+
+def joined_shards(
+    listed: Sequence[ObjectInfo], names: Iterable[str]
+) -> tuple[list[ObjectInfo], dict[str, pa.Array]]:
+    """Return the shards of these files, which the user's names matched, and the values of their
+    labels, sorted.
+    """
+    roots, labels, shards = _roots(names), set[str](), list[ObjectInfo]()
+    root_of = cache(partial(_root_of, roots))
+    for root, infos in groupby(listed, lambda info: root_of(folder_of(info.url))):
+        for run in runs(infos, BLOCK_BYTES, _FILES_MAX):
+            joined = Joined(run, root)
+            labels.update(joined.labels())
+            shards.append(joined.listed(f"{run[0].url}+{len(run) - 1}"))
+    return shards, {LABEL: pa.array(sorted(labels), pa.large_string())}
+
+
+def _roots(names: Iterable[str]) -> set[str]:
+    """Return the folders to which the names of files may be relative."""
+    patterns = [pattern for name in names for pattern in braces(name)]
+    return {
+        *(f"{pattern.rstrip('/')}/" for pattern in patterns),
+        *(folder_of(literal_prefix(pattern)) for pattern in patterns),
+    }
+
+
+def _root_of(roots: set[str], folder: str) -> str:
+    """Return the nearest of these folders that contains `folder`, or else `folder` itself."""
+    at = folder
+    while at not in roots:
+        at = at[: at.rfind("/", 0, -1) + 1]
+        if not at:
+            return folder
+    return at
+
+
+def table_shards(
+    tables: Sequence[ObjectInfo],
+    column: str,
+    reader: Format,
+    index_shard: IndexShard,
+    connect: Connect,
+) -> list[ObjectInfo]:
+    """Return the shards of the files whose paths are in this column of these tables. `reader` is
+    the format that reads a whole table as if it indexed it.
+
+    Raises:  ConfigError: a path is missing, or is no path.  ShardNotFound: a file is not there.
+    Errors of `index_shard` and of the stores.
+    """
+    shards: list[ObjectInfo] = []
+    for table in tables:
+        stored = StoredShard(table, connect(table.url), threading.Event())
+        rows = _rows(table.url, index_shard(reader, stored))
+        urls = [_url(table.url, row, path) for row, path in enumerate(rows[column].to_pylist())]
+        members = _members(table.url, urls, connect)
+        if column == IMAGE:
+            rows = rows.drop_columns([IMAGE])
+        counts = [len(run) for run in runs(members, BLOCK_BYTES, _FILES_MAX)]
+        for end, count in zip(accumulate(counts), counts, strict=True):
+            first = end - count
+            own = rows.slice(first, count)
+            sink = pa.BufferOutputStream()
+            with pa.ipc.new_stream(sink, own.schema) as writer:
+                writer.write_batch(own)
+            joined = Joined(members[first:end], rows=sink.getvalue().to_pybytes())
+            shards.append(joined.listed(f"{table.url}+{first}"))
+    return shards
+
+
+def _rows(url: str, index: ShardIndex) -> pa.RecordBatch:
+    """Return the rows of a table, which a worker has put into the metadata of its schema.
+
+    Raises:  CorruptShard: the worker's answer is damaged.
+    """
+    try:
+        with pa.ipc.open_stream(pa.py_buffer((index.schema.metadata or {})[ROWS])) as reader:
+            rows = reader.read_next_batch()
+            rows.validate(full=True)
+    except (pa.ArrowException, LookupError, StopIteration) as error:
+        raise CorruptShard(f"{url}: its rows cannot be read: {error}", shard=url) from error
+    return rows
+
+
+def _url(table: str, row: int, path: object) -> str:
+    """Return the url of a path in a table: paths are relative to the folder of the table."""
+    if not isinstance(path, str) or not path:
+        raise ConfigError(f"{table}: row {row} has {path!r} for the path of its file", shard=table)
+    if "://" in path or (path.startswith("/") and table.startswith(FILE_PREFIX)):
+        return normalise(path)
+    base = base_of(table)
+    return base + posixpath.normpath(posixpath.join(folder_of(table)[len(base) :], path))
+
+
+def _members(table: str, urls: Sequence[str], connect: Connect) -> list[ObjectInfo]:
+    """Return the files with these urls, in this order."""
+    wanted = dict.fromkeys(urls)
+    known: dict[str, ObjectInfo] = {}
+    remote = sorted(url for url in wanted if not url.startswith(FILE_PREFIX))
+    if len(remote) > _HEADS_MAX:
+        for base, of_store in groupby(remote, base_of):
+            first, *_, last = [*of_store] * 2
+            folder = folder_of(os.path.commonprefix([first, last]))  # noqa: RUF071 - of characters
+            below = connect(base).list(folder)
+            known.update((info.url, info) for info in below if info.url in wanted)
+    rest = [url for url in wanted if url not in known]
+
+    def head(url: str) -> ObjectInfo:
+        try:
+            return connect(url).head(url)
+        except ShardNotFound as error:
+            named = f"{table}: row {urls.index(url)} names a file that is not there: {error}"
+            raise ShardNotFound(named, **error.nouns) from error
+
+    with ThreadPoolExecutor(_HEADS_AT_ONCE, "dataplane-head") as pool:
+        known.update(zip(rest, (pool.map if remote else map)(head, rest), strict=True))
+    return [known[url] for url in urls]
