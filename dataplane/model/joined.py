@@ -6,7 +6,7 @@ whoever has the url and the etag of the shard can read it (`store/reads.py`), a 
 needs no further table, and equal etags mean equal bytes, as for any shard.
 
 Invariants:
-1. An etag is compressed, and names members relative to the shard's url: a file takes about 30 bytes
+1. An etag is compressed, and names members relative to the shard's url: a file takes 10 to 45 bytes
    in a manifest, and a copy of a folder elsewhere has equal lists of names.
 2. A member may lie in another store than the shard's url says.
 """
