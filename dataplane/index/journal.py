@@ -210,7 +210,7 @@ def publish(path: Path, content: Buffer, mode: int = 0o600) -> None:
     return None
 
 
-def _publish_named(path: Path, content: Buffer, mode: int) -> None:
+def _publish_named(path: Path, content: Buffer, mode: int = 0o600) -> None:
     temporary = path.parent / f".{path.name}.{secrets.token_hex(8)}.tmp"
     try:
         fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, mode)
