@@ -150,8 +150,9 @@ _SERIES_SHOWN = 5
 
 def with_folder_columns(manifest: Manifest, table: OpenTable | None = None) -> Manifest:
     """Return the manifest with the columns that its shards' folders have, or those that its `table`
-    says they have. Its fingerprint stays, since the urls determine these columns. Shards that are
-    joined from several objects have none: their objects may lie in several folders.
+    says they have. Its fingerprint covers them, since they also depend on the names that the user
+    gave; its identity does not. Shards that are joined from several objects have none: their
+    objects may lie in several folders.
 
     Raises:  SchemaMismatch: a folder has not the value that the table says.
     """

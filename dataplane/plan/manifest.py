@@ -475,7 +475,7 @@ class Manifest:
     def _fingerprint(self) -> str:
         """Hash the canonical encoding: lengths before texts, numbers as little-endian."""
         digest = hashlib.blake2b(digest_size=16, person=b"dp-manifest-1")
-        texts = (self.format.encode(), self.stored_schema or self.schema)
+        texts = (self.format.encode(), self.schema)
         digest.update(b"".join(struct.pack("<Q", len(text)) + text for text in texts))
         digest.update(struct.pack("<QQ", len(self.shards), self.block_count))
         shards = self.shards

@@ -227,6 +227,22 @@ def test_keys_of_folders_are_columns_also_of_conditions(tmp_path: Path, suffix: 
         DataLoader(tmp_path / "t/lang=de/month=01", columns=["month"]).schema  # noqa: B018
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_columns_of_folders_do_not_depend_on_other_open_jobs(tmp_path: Path, first: int) -> None:
+    part = tmp_path / "lang=en"
+    part.mkdir()
+    (part / "a.parquet").write_bytes(parquet_bytes(pa.table({"x": range(40)})))
+    places = [(tmp_path, {"x", "lang"}), (part, {"x"})]
+    (one, columns), (other, others) = places[first], places[1 - first]
+    with DataLoader(one, batch_size=8) as before, DataLoader(other, batch_size=8) as beside:
+        assert next(iter(before)).keys() == columns
+        assert next(iter(beside)).keys() == others
+        state = beside.state_dict()
+    with DataLoader(other, batch_size=8) as resumed:
+        resumed.load_state_dict(state)
+        assert next(iter(resumed)).keys() == others
+
+
 def test_shards_that_a_condition_on_folders_decides_are_not_read(tmp_path: Path) -> None:
     by_folders(tmp_path / "t", "parquet")
     manifest = index_dataset(tmp_path / "t")
