@@ -12,6 +12,8 @@ the dataset's own order.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import hashlib
 import io
@@ -23,11 +25,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from msgspec import Struct, structs
 
 from dataplane.base.machine import set_process
-from dataplane.formats import folders, registry
+from dataplane.base.suffixes import BY_FORMAT, FILES
+from dataplane.formats import folders, registry, tar
 from dataplane.formats.base import RawBlock
 from dataplane.formats.unsupported import refuse_differing, supported_names
 from dataplane.index.indexing import open_manifest
@@ -134,21 +138,59 @@ def pack_shards(
     job = _job(
         whole, dest, config, format_name, view, tuple(columns), map_name, shard_bytes or SHARD_BYTES
     )
+    with _alone(job):
+        return _packed(job, config, run or in_processes(1), progress or (lambda *_: None))
+
+
+@contextlib.contextmanager
+def _alone(job: PackJob) -> Iterator[None]:
+    """Keep other packs out of a local folder meanwhile.
+
+    Raises:  ConfigError: there is one, or the folder cannot be made.
+    """
+    path = local_path(job.dest)
+    if path is None:
+        yield
+        return
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as fault:
+        raise ConfigError(f"{path} cannot be written: {fault.strerror or fault}") from fault
+    try:
+        with contextlib.suppress(OSError):  # a file system may have no locks of folders
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as fault:
+                raise ConfigError(
+                    f"another pack writes to {path}: wait for its end, or pass another folder",
+                    field="dest",
+                ) from fault
+        yield
+    finally:
+        os.close(fd)
+
+
+def _packed(
+    job: PackJob, config: NodeConfig, run: Run, report: Callable[[int, int], None]
+) -> tuple[Manifest, list[PackedPart]]:
+    """Write the parts that are missing, and what all have in common."""
     done = _done(job)
     todo = [part for part in range(job.part_count) if part not in done]
-    report = progress or (lambda *_: None)
     report(len(done), job.part_count)
     if todo and not done:
         put(f"{job.dest}{_RECORDS}job.{job.digest}", b"\n")
-    for packed in (run or in_processes(1))(job, todo):
+        _done(job)  # another pack of the bucket may have begun meanwhile
+    for packed in run(job, todo):
         done[packed.part] = packed
         report(len(done), job.part_count)
+    _done(job)
     parts = [done[part] for part in range(job.part_count)]
     sums = "".join(f"{p.sha256}  {job.url(p.part)[len(job.dest) :]}\n" for p in parts if p.rows)
     put(f"{job.dest}{_RECORDS}sha256sums", sums.encode() or b"\n")
     if not sums:
-        raise ConfigError(f"map={map_name!r} leaves no rows: nothing is written", field="map")
-    manifest = open_manifest(config, _STORES, DatasetSource((job.dest,), format_name))
+        raise ConfigError(f"map={job.map!r} leaves no rows: nothing is written", field="map")
+    manifest = open_manifest(config, _STORES, DatasetSource((job.dest,), job.format))
     rows = sum(packed.rows for packed in parts)
     if manifest.sample_count != rows:
         raise DatasetChangedError(
@@ -221,9 +263,6 @@ def _done(job: PackJob) -> dict[int, PackedPart]:
 
     Raises:  ConfigError: the folder has objects that are not of this job.
     """
-    path = local_path(job.dest)
-    if path is not None and not path.exists():
-        path.mkdir(parents=True)
     names = [info.url[len(job.dest) :] for info in _STORES.connect(job.dest).list(job.dest)]
     marks = [name for name in names if name.startswith(f"{_RECORDS}job.")]
     if names and marks != [f"{_RECORDS}job.{job.digest}"]:
@@ -235,7 +274,14 @@ def _done(job: PackJob) -> dict[int, PackedPart]:
         )
     others = (*marks, f"{_RECORDS}sha256sums")
     records = [name for name in names if name.startswith(_RECORDS) and name not in others]
-    return {packed.part: packed for packed in map(PackedPart.of_record, records)}
+    done = {packed.part: packed for packed in map(PackedPart.of_record, records)}
+    if len(done) < len(records):
+        raise ConfigError(
+            f"two packs wrote to {job.dest} at once, and their shards differ: empty it, and pack "
+            "again",
+            field="dest",
+        )
+    return done
 
 
 def in_processes(count: int) -> Run:
@@ -426,35 +472,89 @@ def _block_rows(table: pa.Table) -> int:
 
 
 def _tar(table: pa.Table, url: str) -> bytes:
-    """Write each row as files: texts and bytes as they are, other values as JSON."""
-    names = [name for name in table.column_names if name != "__key__"]
-    odd = next((name for name in names if name != name.lower() or "/" in name), None)
+    """Write each row as files: texts and bytes as they are, other values as JSON.
+
+    Raises:  ConfigError: the rows would not be read back.
+    """
+    names = [name for name in table.column_names if name != tar.KEY]
+    odd = next((name for name in names if name != name.lower() or {"/", "\0"} & {*name}), None)
     if odd is not None:
         raise ConfigError(
             f"column {odd!r} cannot be the extension of a file in a tar: write Parquet, or rename "
             "it in a map",
             field=odd,
         )
+    _check_images(table, names)
     stem = url.rpartition("/")[2].partition(".")[0].removeprefix("part-")
-    keys = (f"{stem}-{row:07d}" for row in range(table.num_rows))
-    if "__key__" in table.column_names:
-        keys = iter(table.column("__key__").to_pylist())
+    keys = [f"{stem}-{row:07d}" for row in range(table.num_rows)]
+    if tar.KEY in table.column_names:
+        keys = _tar_keys(table.column(tar.KEY).to_pylist(), has_images="image" in names)
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w") as archive:
         for key, row in zip(keys, table.select(names).to_pylist(), strict=True):
-            for name, value in row.items():
-                if value is not None:
-                    body = _as_file(value)
-                    member = tarfile.TarInfo(f"{key}.{name}")
-                    member.size = len(body)
-                    archive.addfile(member, io.BytesIO(body))
+            values = {name: value for name, value in row.items() if value is not None}
+            if not values:
+                raise ConfigError(
+                    f"the row with the key {key!r} has only nulls, and a tar has no files for it: "
+                    "write Parquet, or leave such rows out with --where",
+                    field=tar.KEY,
+                )
+            for name, value in values.items():
+                body = _as_file(name, value)
+                member = tarfile.TarInfo(f"{key}.{name}")
+                member.size = len(body)
+                archive.addfile(member, io.BytesIO(body))
     return content.getvalue()
 
 
-def _as_file(value: object) -> bytes:
+def _check_images(table: pa.Table, names: Sequence[str]) -> None:
+    """Refuse images of several extensions that a tar's reader would take for one column."""
+    for group in tar.image_groups(names):
+        columns = [table.column(name).is_valid() for name in group]
+        if not pc.any(functools.reduce(pc.and_, columns)).as_py():
+            raise ConfigError(
+                f"columns {' and '.join(group)} would be read as one column from a tar in which "
+                "no row has them all: write Parquet, or rename them in a map",
+                field=group[0],
+            )
+
+
+def _tar_keys(values: Iterable[object], *, has_images: bool) -> list[str]:
+    """Return the keys of rows as a tar has them: without the suffix of an image.
+
+    Raises:  ConfigError: a key that would be read back as another, or leave the folder into which
+    somebody extracts the tar; or two rows with one key.
+    """
+    keys = dict[str, None]()
+    for value in values:
+        key = str(value) if isinstance(value, str | int) else ""
+        base, dot, suffix = key.rpartition(".")
+        if has_images and f"{dot}{suffix}".lower() in BY_FORMAT[FILES]:
+            key = base
+        if {"", ".", ".."} & {*key.split("/")} or "\0" in key or tar.key_of(f"{key}.x") != key:
+            why = "keys are paths whose last part has no dots, and no double underscores around it"
+        else:
+            why = "two rows have it" if key in keys else ""
+        if why:
+            raise ConfigError(
+                f"{value!r:.200} cannot be a key of a tar ({why}): write Parquet, make other keys "
+                "in a map, or leave __key__ out with --columns, which numbers the rows",
+                field=tar.KEY,
+            )
+        keys[key] = None
+    return [*keys]
+
+
+def _as_file(name: str, value: object) -> bytes:
     if isinstance(value, bytes):
         return value
-    return (value if isinstance(value, str) else json.dumps(value)).encode()
+    try:
+        return (value if isinstance(value, str) else json.dumps(value)).encode()
+    except TypeError as fault:
+        raise ConfigError(
+            f"column {name!r} has values that JSON lacks ({fault}): write Parquet, or leave it out",
+            field=name,
+        ) from fault
 
 
 _WRITERS = {"parquet": _parquet, "arrow": _arrow, "tar": _tar}

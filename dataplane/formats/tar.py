@@ -192,6 +192,16 @@ def refuse_scattered(url: str, samples: Iterable[Sample], hashes: frozenset[int]
         by_key[sample.key] = sample
 
 
+def image_groups(fields: Iterable[str]) -> list[list[str]]:
+    """Return the fields that differ only in being images of several extensions, in groups."""
+    groups: dict[str, list[str]] = {}
+    for field in fields:
+        prefix, kind = _image_kind(field)
+        if kind:
+            groups.setdefault(prefix, []).append(field)
+    return [group for group in groups.values() if len(group) > 1]
+
+
 def _image_kind(field: str) -> tuple[str, str]:
     """Split a field into the part before its extension and its kind of image; "" for other
     fields.
@@ -391,6 +401,12 @@ def samples(source: ByteSource, at: int, end: int | None) -> Iterator[Sample]:
         current = Sample(key, current.fields | {field: member}, current.start, member.end)
     if current is not None:
         yield current
+
+
+def key_of(name: str) -> str:
+    """Return the key of a member with this name; "" if it belongs to no sample."""
+    place = _NAME.fullmatch(name)
+    return "" if place is None or _is_meta(place.group(2)) else place.group(1)
 
 
 def _is_meta(base: str) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from fleet import wait_until
+from msgspec import structs
 from servers import S3Server, reach
 from shards import parquet_bytes
 
@@ -92,6 +93,74 @@ def test_a_tar_has_texts_and_bytes_as_they_are_and_other_values_as_json(
     manifest, _ = packed(source, tmp_path / "d", format_name="tar", columns=["id", "txt", "ids"])
     got = [(row["id"], row["txt"], json.loads(row["ids"])) for row in rows_of(manifest)]
     assert got == [(row["id"], row["txt"], row["ids"]) for row in EXPECTED]
+
+
+def images(folder: Path, *names: str) -> Path:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b"\xff\xd8" + name.encode())
+    return folder
+
+
+@pytest.mark.parametrize("format_name", ["parquet", "arrow", "tar"])
+def test_a_pack_of_a_folder_of_images_has_its_rows(tmp_path: Path, format_name: str) -> None:
+    folder = images(tmp_path / "i", "v1.5/b/0.jpg", "v1.5/b/1.JPEG", "car/0.png", "car/1.jpg")
+    expected = rows_of(index_dataset(folder))
+    got = rows_of(packed(folder, tmp_path / "d", format_name=format_name)[0])
+    if format_name == "tar":  # a key has no suffix, and a label is a file
+        expected = [{**row, "__key__": row["__key__"].rpartition(".")[0]} for row in expected]
+        got = [{**row, "label": row["label"].decode()} for row in got]
+    assert len(got) == 4
+    assert got == expected
+
+
+NO_TARS = {
+    "a dot": ('{"__key__": "0.left", "t": 1}\n', "'0.left' cannot be a key of a tar"),
+    "out of the folder": ('{"__key__": "../../evil", "t": 1}\n', r"'\.\./\.\./evil' cannot be"),
+    "the root": ('{"__key__": "/evil", "t": 1}\n', "'/evil' cannot be a key"),
+    "no key": ('{"__key__": "a", "t": 1}\n{"__key__": null, "t": 1}\n', "None cannot be a key"),
+    "twice": ('{"__key__": "a", "t": 1}\n' * 2, "'a' cannot be a key of a tar.*two rows"),
+    "nulls": ('{"t": 1}\n{"t": null}\n{"t": 3}\n', "0000001' has only nulls"),
+    "two images": ('{"jpg": "a"}\n{"png": "b"}\n', "jpg and png would be read as one column"),
+}
+
+
+@pytest.mark.parametrize("name", NO_TARS)
+def test_rows_that_a_tar_would_lose_or_change_are_refused(tmp_path: Path, name: str) -> None:
+    content, why = NO_TARS[name]
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(ConfigError, match=why):
+        packed(tmp_path / "a.jsonl", tmp_path / "d", format_name="tar")
+    assert not [*tmp_path.glob("d/*.tar")]
+    assert packed(tmp_path / "a.jsonl", tmp_path / "e")[0].sample_count == content.count("\n")
+
+
+def test_two_images_of_one_key_are_refused_in_a_tar_and_may_be_numbered(tmp_path: Path) -> None:
+    folder = images(tmp_path / "i", "a/0.left.jpg", "a/0.right.jpg")
+    with pytest.raises(ConfigError, match=r"'a/0\.left\.jpg' cannot be a key of a tar"):
+        packed(folder, tmp_path / "d", format_name="tar")
+    given = {"format_name": "tar", "columns": ["image", "label"]}
+    got = rows_of(packed(folder, tmp_path / "e", **given)[0])
+    assert [row["image"] for row in got] == [row["image"] for row in rows_of(index_dataset(folder))]
+
+
+def test_of_two_packs_into_a_folder_at_once_the_second_is_refused(
+    tmp_path: Path, source: Path
+) -> None:
+    refused = []
+
+    def together(job: PackJob, parts: Sequence[int]) -> Iterable[PackedPart]:
+        with pytest.raises(ConfigError, match="another pack writes to"):
+            packed(source, tmp_path / "d")
+        refused.append(job)
+        return [write_part(job, part) for part in parts]
+
+    manifest, parts = packed(source, tmp_path / "d", run=together)
+    assert (manifest.sample_count, len(refused)) == (ROWS, 1)
+    record = tmp_path / "d" / structs.replace(parts[0], sha256="0" * 64).record
+    record.touch()
+    with pytest.raises(ConfigError, match="two packs wrote to"):
+        packed(source, tmp_path / "d")
 
 
 def test_a_pack_has_the_rows_and_columns_of_a_view_and_a_map(tmp_path: Path, source: Path) -> None:
