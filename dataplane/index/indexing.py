@@ -73,6 +73,8 @@ MANIFEST_BYTES_MAX = 8 << 30
 _INDEXED_AT_ONCE = 64
 _ADVICE = "`dataplane index … -o FILE` does this once for all runs; it goes on where it was stopped"
 _NAMES_SHOWN = 3
+_METADATA = "/metadata."
+"""The beginning of the name of a table of the images in its folder (Hugging Face)."""
 _trace = Trace("index")
 
 
@@ -334,7 +336,7 @@ def choose_shards(
     literal = frozenset(map(unpinned, names))
     given = listed
     while True:
-        formats = [registry.format_of_url(shard.url) for shard in listed]
+        formats = by_name = [registry.format_of_url(shard.url) for shard in listed]
         if is_described(asked, formats) and (described := described_shards(listed, connect)):
             return described
         if asked is None:
@@ -354,6 +356,14 @@ def choose_shards(
             )
     if asked is not None:
         return asked, shards
+    _tell_of_besides(
+        [
+            (info.url, before.name)
+            for info, before, after in zip(listed, by_name, formats, strict=True)
+            if before is not None and after is None and info.url not in literal
+        ],
+        shards,
+    )
     if not shards:
         urls = [s.url for s in listed]
         why = registry.advice_of(urls[0], urls) or (
@@ -421,6 +431,34 @@ def _without_besides(formats: Sequence[Format | None]) -> list[Format | None]:
     besides = [name for name in suffixes.BESIDES if name in names]
     left_out = besides if names.difference(besides) else besides[1:]
     return [known if known and known.name not in left_out else None for known in formats]
+
+
+def _tell_of_besides(left_out: Sequence[tuple[str, str]], shards: Sequence[ObjectInfo]) -> None:
+    """Log which files, given as urls and formats, are left out beside these shards.
+
+    Raises:  ConfigError: the shards are a table of the images beside it, by its name.
+    """
+    if not left_out or not shards:
+        return
+    images = [url for url, name in left_out if name == suffixes.FILES]
+    tables = [shard.url for shard in shards if images and _METADATA in shard.url]
+    if tables:
+        raise ConfigError(
+            f"{tables[0]} is a table of the images beside it ({_some(images)}): pass that file and "
+            'files="file_name", its column of paths, to read its rows with the images; or '
+            'format="files" to read the images alone',
+            field="format",
+            shard=tables[0],
+        )
+    image = suffixes.BY_FORMAT[suffixes.FILES]
+    is_of_images = images or suffixes.path_of(shards[0].url).endswith(image)
+    (_trace.failed if is_of_images else _trace.noted)(
+        "files beside shards of another format are left out: to read them, name them or pass "
+        "format=",
+        count=len(left_out),
+        such_as=left_out[0][0],
+        read=shards[0].url,
+    )
 
 
 def _chosen(

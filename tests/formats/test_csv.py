@@ -14,7 +14,7 @@ from shards import MemoryShard, Row, decoded, read_rows, zipped
 
 from dataplane.formats.csv import Csv
 from dataplane.index.indexing import index_dataset
-from dataplane.model.errors import CorruptShard, SchemaMismatch
+from dataplane.model.errors import ConfigError, CorruptShard, SchemaMismatch
 
 CSV = Csv()
 
@@ -100,6 +100,31 @@ def test_a_table_beside_other_shards_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text('{"a": 1}\n')
     assert index_dataset(tmp_path).format == "jsonl"
     assert index_dataset(tmp_path / "eval").format == "csv"
+
+
+def test_files_that_are_left_out_beside_others_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "b.jpg").write_bytes(b"x")
+    (tmp_path / "labels.csv").write_text("file_name\nb.jpg\n")
+    assert index_dataset(tmp_path).format == "files"
+    assert "labels.csv" in caplog.text
+    caplog.clear()
+    (tmp_path / "train.jsonl").write_text('{"a": 1}\n')
+    assert index_dataset(tmp_path).format == "jsonl"
+    assert "such_as" in caplog.text
+
+
+def test_a_table_of_the_images_beside_it_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "b.jpg").write_bytes(b"x")
+    table = tmp_path / "metadata.jsonl"
+    table.write_text('{"file_name": "b.jpg"}\n')
+    with pytest.raises(ConfigError, match=r'is a table of the images beside it .*format="files"'):
+        index_dataset(tmp_path)
+    assert index_dataset(tmp_path, format_name="files").format == "files"
+    both = index_dataset(table, format_name="files::file_name")
+    assert (both.format, both.sample_count) == ("files", 1)
+    assert index_dataset(table).format == "jsonl"
 
 
 def test_a_name_that_occurs_twice_is_refused() -> None:
