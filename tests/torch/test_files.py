@@ -124,6 +124,14 @@ def test_a_bucket_is_read_file_by_file_and_resumed(
 
 
 @pytest.mark.usefixtures("shared_node")
+def test_shares_of_the_files_of_a_folder_are_refused(folder: Path) -> None:
+    for share in ({"split": ("train", 0.9)}, {"sample": 0.5}):
+        with pytest.raises(ConfigError, match="divide the files by folders"):
+            read(folder, **share)
+    assert len(read(folder, limit=10)) == 10
+
+
+@pytest.mark.usefixtures("shared_node")
 @pytest.mark.parametrize("is_lost", [True, False])
 def test_a_file_that_changed_since_it_was_listed_is_named(tmp_path: Path, *, is_lost: bool) -> None:
     write(tmp_path, many())
