@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import posixpath
 import threading
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
@@ -20,7 +21,7 @@ from dataplane.formats.base import Format, ShardIndex
 from dataplane.formats.source import BLOCK_BYTES
 from dataplane.index.run import Connect, IndexShard, StoredShard
 from dataplane.model.errors import ConfigError, CorruptShard, ShardNotFound
-from dataplane.model.joined import IMAGE, LABEL, ROWS, Joined, runs
+from dataplane.model.joined import IMAGE, LABEL, ROWS, Joined, runs, without_query
 from dataplane.model.records import ObjectInfo
 from dataplane.store.urls import (
     FILE_PREFIX,
@@ -44,18 +45,21 @@ def joined_shards(
     labels, sorted.
     """
     roots, labels, shards = _roots(names), set[str](), list[ObjectInfo]()
-    root_of = cache(partial(_root_of, roots))
-    for root, infos in groupby(listed, lambda info: root_of(folder_of(info.url))):
+    root_of, known = cache(partial(_root_of, roots)), Counter[str]()
+    for root, infos in groupby(listed, lambda info: root_of(folder_of(without_query(info.url)))):
         for run in runs(infos, BLOCK_BYTES, _FILES_MAX):
             joined = Joined(run, root)
             labels.update(joined.labels())
-            shards.append(joined.listed(f"{run[0].url}+{len(run) - 1}"))
+            name = f"{without_query(run[0].url)}+{len(run) - 1}"
+            # Files may differ in their queries alone.
+            shards.append(joined.listed(f"{name}-{known[name]}" if known[name] else name))
+            known[name] += 1
     return shards, {LABEL: pa.array(sorted(labels), pa.large_string())}
 
 
 def _roots(names: Iterable[str]) -> set[str]:
     """Return the folders to which the names of files may be relative."""
-    patterns = [pattern for name in names for pattern in braces(name)]
+    patterns = [pattern for name in names for pattern in braces(without_query(name))]
     return {
         *(f"{pattern.rstrip('/')}/" for pattern in patterns),
         *(folder_of(literal_prefix(pattern)) for pattern in patterns),

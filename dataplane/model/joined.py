@@ -14,7 +14,7 @@ Invariants:
 from __future__ import annotations
 
 import base64
-import binascii
+import os
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,8 +24,8 @@ from typing import Self
 import msgspec
 from msgspec import Struct
 
-from dataplane.model.errors import CorruptShard
-from dataplane.model.records import ObjectInfo
+from dataplane.model.errors import ConfigError, CorruptShard
+from dataplane.model.records import ObjectInfo, Unsigned
 from dataplane.model.typed import complete
 
 FILES, MARK = "files", "joined:"
@@ -34,6 +34,8 @@ KEY, LABEL, IMAGE = "__key__", "label", "image"
 ROWS = b"dataplane.rows"
 """The metadata of a schema in which the rows of a table of paths are sent."""
 _LENGTH = struct.Struct("<Q")
+_LIST_BYTES_MAX, _BYTES_MAX = 64 << 20, (1 << 62) - 1
+"""The most bytes of a list of members before it is compressed, and of the members."""
 
 
 class _Members(Struct, frozen=True, array_like=True):
@@ -41,13 +43,13 @@ class _Members(Struct, frozen=True, array_like=True):
     `dropped` characters, and with `added`; the first one follows the url of the shard.
     """
 
-    dropped: list[int]
+    dropped: list[Unsigned]
     added: list[str]
-    sizes: list[int]
+    sizes: list[Unsigned]
     etags: list[str]
     key_chars: int
     rows: bytes
-    starts: list[int] = []
+    starts: list[Unsigned] = []
 
 
 class Joined(Struct, frozen=True):
@@ -65,7 +67,7 @@ class Joined(Struct, frozen=True):
         """Return the shard as an object with this url, which must be unique in its dataset."""
         dropped, added, last = [], [], url
         for member in self.members:
-            folder = member.url[: member.url.rfind("/") + 1]
+            folder = member.url[: without_query(member.url).rfind("/") + 1]
             is_near = last.startswith(folder)
             dropped.append(len(last) - len(folder) if is_near else len(last))
             added.append(member.url[len(folder) :] if is_near else member.url)
@@ -80,7 +82,14 @@ class Joined(Struct, frozen=True):
             self.rows,
             [*self.starts],
         )
-        packed = zlib.compress(msgspec.msgpack.encode(stored))
+        plain = msgspec.msgpack.encode(stored)
+        if len(plain) > _LIST_BYTES_MAX:
+            raise ConfigError(
+                f"{url}: the rows of {len(self.members)} files have more than "
+                f"{_LIST_BYTES_MAX >> 20} MiB in the table: leave their large columns out of it",
+                shard=url,
+            )
+        packed = zlib.compress(plain)
         etag = f"{MARK}{base64.b64encode(packed).decode()}"
         return ObjectInfo(url, len(head_of(etag)) + sum(stored.sizes), etag)
 
@@ -89,16 +98,30 @@ class Joined(Struct, frozen=True):
         """Invert `listed`.   Raises:  CorruptShard: the etag is damaged."""
         try:
             packed = base64.b64decode(etag.removeprefix(MARK), validate=True)
-            stored = msgspec.msgpack.decode(zlib.decompress(packed), type=complete(_Members))
-        except (binascii.Error, zlib.error, msgspec.DecodeError) as error:
-            raise CorruptShard(
-                f"{url}: the list of its files in the manifest is damaged: index the dataset again",
-                shard=url,
-            ) from error
+            unpacking = zlib.decompressobj()
+            plain = unpacking.decompress(packed, _LIST_BYTES_MAX)
+            if not unpacking.eof:
+                raise _damaged(url)
+            stored = msgspec.msgpack.decode(plain, type=complete(_Members))
+        except (ValueError, zlib.error, msgspec.DecodeError) as error:
+            raise _damaged(url) from error
+        count = len(stored.added)
+        if (
+            {len(stored.dropped), len(stored.sizes), len(stored.etags)} != {count}
+            or len(stored.starts) not in {0, count}
+            or not count
+            or any(map(is_joined, stored.etags))  # such a read would wait for itself
+            or sum(stored.sizes) > _BYTES_MAX
+        ):
+            raise _damaged(url)
         urls, last = [], url
-        for count, text in zip(stored.dropped, stored.added, strict=True):
-            last = last[: len(last) - count] + text
+        for dropped, text in zip(stored.dropped, stored.added, strict=True):
+            if dropped > len(last):
+                raise _damaged(url)
+            last = last[: len(last) - dropped] + text
             urls.append(last)
+        if not -1 <= stored.key_chars <= len(urls[0]):
+            raise _damaged(url)
         members = [*map(ObjectInfo, urls, stored.sizes, stored.etags)]
         root = urls[0][: len(urls[0]) - stored.key_chars] if stored.key_chars >= 0 else ""
         return cls(members, root, stored.rows, stored.starts)
@@ -110,12 +133,20 @@ class Joined(Struct, frozen=True):
 
     def keys(self) -> list[str]:
         """Return the names of the members below the root."""
-        return [member.url.removeprefix(self.root) for member in self.members]
+        return [without_query(member.url).removeprefix(self.root) for member in self.members]
+
+    def names(self) -> list[str]:
+        """Return the names of the members below the root, or else below the longest folder that
+        all of them share. A copy of the folder elsewhere has the same.
+        """
+        keys = self.keys()
+        shared = 0 if self.root else os.path.commonprefix(keys).rfind("/") + 1  # noqa: RUF071
+        return [key[shared:] for key in keys]
 
     def labels(self) -> list[str]:
         """Return the label of each member: the first folder of its name, or else its folder."""
         return [
-            key.partition("/")[0] if "/" in key else member.url.rsplit("/", 2)[-2]
+            key.partition("/")[0] if "/" in key else without_query(member.url).rsplit("/", 2)[-2]
             for key, member in zip(self.keys(), self.members, strict=True)
         ]
 
@@ -132,6 +163,20 @@ class Joined(Struct, frozen=True):
                 skipped = self.starts[number] if self.starts else 0
                 yield number, skipped + first - at, last - first
             at = end
+
+
+def without_query(url: str) -> str:
+    """Return a web address without its query, which may have a signature: a secret that changes.
+    All other urls are unchanged.
+    """
+    return url.partition("?")[0] if url.startswith(("http://", "https://")) else url
+
+
+def _damaged(url: str) -> CorruptShard:
+    return CorruptShard(
+        f"{url}: the list of its files in the manifest is damaged: index the dataset again",
+        shard=url,
+    )
 
 
 def is_joined(etag: str) -> bool:

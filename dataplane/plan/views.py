@@ -9,16 +9,18 @@ import struct
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from dataplane.model.errors import ConfigError
+from dataplane.model.joined import MARK, Joined, head_of, without_query
 from dataplane.model.records import DatasetIdentity, View
 from dataplane.model.redact import unpinned
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.permute import Domain, Words, extended, key
-from dataplane.plan.shards import spread, starts_of
+from dataplane.plan.shards import ShardTable, spread, starts_of
 from dataplane.plan.texts import Bools, Int64, Piece, Texts, records
 
 # -- identity ----------------------------------------------------------------------------------
@@ -57,15 +59,30 @@ def identity_of(manifest: Manifest) -> DatasetIdentity:
     shards = manifest.shards
     layout.update(struct.pack("<qq", len(shards), manifest.block_count))
     names, tags = relative_names(shards.urls), shards.etags.piece()
-    lengths = names.stops - names.starts
-    for some in records((lengths, shards.size_bytes, shards.block_counts), (names,)):
+    lengths, sizes, offsets = names.stops - names.starts, shards.size_bytes, manifest.block_offset
+    are_joined = bool(shards.etags.starting_with(MARK.encode()).all())
+    if are_joined:
+        # The bytes of a list of files vary with their etags, and are part of no identity.
+        heads = len(head_of("")) + shards.etags.lengths
+        sizes, offsets = sizes - heads, offsets - heads[manifest.block_shard]
+        _note_joined(shards, layout, etags)
+    for some in records((lengths, sizes, shards.block_counts), (names,)):
         layout.update(some.data)
-    for some in records((shards.etags.lengths,), (tags,)):
+    for some in records((shards.etags.lengths,), (tags,)) if not are_joined else ():
         etags.update(some.data)
-    for numbers in (manifest.block_rows, manifest.block_offset, manifest.block_length):
+    for numbers in (manifest.block_rows, offsets, manifest.block_length):
         layout.update(numbers.astype("<i8", copy=False).data)
     etags.update(layout.digest())
     return DatasetIdentity(content=etags.hexdigest(), layout=layout.hexdigest())
+
+
+def _note_joined(shards: ShardTable, layout: hashlib.blake2b, etags: hashlib.blake2b) -> None:
+    """Add the names, sizes and etags of the objects from which these shards are joined."""
+    for url, etag in zip(shards.urls, shards.etags, strict=True):
+        joined = Joined.of(url, etag)
+        sizes = [member.size_bytes for member in joined.members]
+        layout.update(msgspec.msgpack.encode([joined.names(), sizes, joined.starts, joined.rows]))
+        etags.update(msgspec.msgpack.encode([member.etag for member in joined.members]))
 
 
 def relative_names(urls: Texts) -> Piece:
@@ -79,8 +96,7 @@ def relative_names(urls: Texts) -> Piece:
 
 
 def _lasting(url: str) -> str:
-    is_http = url.startswith(("http://", "https://"))
-    return url.partition("?")[0] if is_http else unpinned(url)
+    return without_query(unpinned(url))
 
 
 def _hash() -> hashlib.blake2b:

@@ -38,7 +38,7 @@ from dataplane.model.errors import ConfigError, CorruptShard, SchemaMismatch
 from dataplane.model.joined import Joined, head_of
 from dataplane.model.records import ObjectInfo
 
-URL = "s3://bucket/folder/shard-00001"
+URL = "memory://test/shard"
 
 
 def plain_rows(count: int) -> list[Row]:

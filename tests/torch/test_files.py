@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import os
+import shutil
+import zlib
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -20,11 +24,16 @@ from dataplane.index.indexing import index_dataset
 from dataplane.model.errors import (
     BudgetTooSmall,
     ConfigError,
+    CorruptShard,
     DatasetChangedError,
     ImageError,
     ShardNotFound,
 )
 from dataplane.model.joined import Joined
+from dataplane.model.records import ObjectInfo
+from dataplane.plan.manifest import Manifest
+from dataplane.plan.views import identity_of
+from dataplane.store.retry import Retrying
 
 KINDS = {".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".webp": "WEBP"}
 Rows = list[tuple[str, str, bytes]]
@@ -145,6 +154,69 @@ def test_a_file_that_changed_since_it_was_listed_is_named(tmp_path: Path, *, is_
     with pytest.raises(error, match=r"1/0299\.png") as caught:
         read(saved)
     assert caught.value.shard == f"file://{changed}"
+
+
+def test_a_copy_of_a_folder_differs_in_etags_alone(folder: Path, tmp_path: Path) -> None:
+    before = identity_of(index_dataset(folder))
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    for at, file in enumerate(sorted(copy.rglob("*.*"))):
+        os.utime(file, (1.7e9 + at * 3.7, 1.7e9 + at * 3.7))
+    after = identity_of(index_dataset(copy))
+    assert after.layout == before.layout
+    assert after.content != before.content
+    (copy / "cat/003.webp").rename(copy / "cat/003b.webp")
+    assert identity_of(index_dataset(copy)).layout != before.layout
+
+
+class SignedStore:
+    """Has an image at every url."""
+
+    def head(self, url: str) -> ObjectInfo:
+        return ObjectInfo(url, 9, f'"{url[:20]}"')
+
+    def read(self, url: str, offset: int, length: int, etag: str) -> bytes:
+        return bytes(length)
+
+
+@pytest.mark.parametrize("signature", ["sig=a", "sig=secret", "sig=a/b/c"])
+def test_signatures_are_in_neither_names_nor_identities(signature: str) -> None:
+    def manifest(query: str) -> Manifest:
+        store = Retrying(cast("Any", SignedStore()))
+        urls = [f"https://h/cat/{at}.jpg?{query}{at}" for at in range(3)]
+        return index_dataset(urls, connect=lambda _: store)
+
+    signed = manifest(signature)
+    (shard,) = signed.shards
+    joined = Joined.of(shard.url, shard.etag)
+    assert joined.root == "https://h/cat/"
+    assert joined.keys() == ["0.jpg", "1.jpg", "2.jpg"]
+    assert set(joined.labels()) == {"cat"}
+    assert shard.url == "https://h/cat/0.jpg+2"
+    assert [m.url.partition("?")[2] for m in joined.members] == [
+        f"{signature}{n}" for n in range(3)
+    ]
+    assert identity_of(signed) == identity_of(manifest("sig=other"))
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        ([0], ["a"], [1], ['"e"', '"f"'], 0, b""),
+        ([0], ["a"], [-5], ['"e"'], 0, b""),
+        ([99], ["a"], [1], ['"e"'], 0, b""),
+        ([0], ["a"], [1], ['"e"'], 99, b""),
+        ([0], ["a"], [1], ['"e"'], 0, b"", [1, 2]),
+        ([0], ["a"], [1 << 63], ['"e"'], 0, b""),
+        ([0], ["a"], [1], ["joined:x"], 0, b""),
+        ([], [], [], [], 0, b""),
+        bytes(65 << 20),
+    ],
+)
+def test_damaged_lists_of_files_are_refused(stored: object) -> None:
+    plain = stored if isinstance(stored, bytes) else msgspec.msgpack.encode(stored)
+    etag = f"joined:{base64.b64encode(zlib.compress(plain, 1)).decode()}"
+    with pytest.raises(CorruptShard, match="index the dataset again"):
+        Joined.of("http://h/b", etag)
 
 
 def labelled(form: str, root: Path, paths: list[str]) -> Path:
