@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Self
 
@@ -356,14 +356,12 @@ def choose_shards(
             )
     if asked is not None:
         return asked, shards
-    _tell_of_besides(
-        [
-            (info.url, before.name)
-            for info, before, after in zip(listed, by_name, formats, strict=True)
-            if before is not None and after is None and info.url not in literal
-        ],
-        shards,
-    )
+    left_out = {
+        info.url: before.name
+        for info, before, after in zip(listed, by_name, formats, strict=True)
+        if before is not None and after is None and info.url not in literal
+    }
+    _tell_of_besides(left_out, shards)
     if not shards:
         urls = [s.url for s in listed]
         why = registry.advice_of(urls[0], urls) or (
@@ -433,14 +431,14 @@ def _without_besides(formats: Sequence[Format | None]) -> list[Format | None]:
     return [known if known and known.name not in left_out else None for known in formats]
 
 
-def _tell_of_besides(left_out: Sequence[tuple[str, str]], shards: Sequence[ObjectInfo]) -> None:
-    """Log which files, given as urls and formats, are left out beside these shards.
+def _tell_of_besides(left_out: Mapping[str, str], shards: Sequence[ObjectInfo]) -> None:
+    """Log which files, given with their formats, are left out beside these shards.
 
     Raises:  ConfigError: the shards are a table of the images beside it, by its name.
     """
     if not left_out or not shards:
         return
-    images = [url for url, name in left_out if name == suffixes.FILES]
+    images = [url for url, name in left_out.items() if name == suffixes.FILES]
     tables = [shard.url for shard in shards if images and _METADATA in shard.url]
     if tables:
         raise ConfigError(
@@ -456,7 +454,7 @@ def _tell_of_besides(left_out: Sequence[tuple[str, str]], shards: Sequence[Objec
         "files beside shards of another format are left out: to read them, name them or pass "
         "format=",
         count=len(left_out),
-        such_as=left_out[0][0],
+        such_as=next(iter(left_out)),
         read=shards[0].url,
     )
 
