@@ -25,7 +25,7 @@ PIP := pip==26.3
 # torch is pinned here and not by `make lock`: a range may bring gigabytes for accelerators.
 TORCH := torch==2.13.0
 
-.PHONY: help setup wheel lock test test-slow test-others sanitize lint dead format types imports protos protos-check docs check examples observe demo clean
+.PHONY: help setup wheel release lock test test-slow test-others sanitize lint dead format types imports protos protos-check docs check examples observe demo clean
 
 help: ## list these targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1|\2/p' Makefile | column -t -s '|'
@@ -60,6 +60,21 @@ wheel: setup ## wheels for other machines into dist/: dataplane-loader with libj
 	  --no-build-isolation -w "$$raw" .; \
 	PATH="$$PWD/$(VENV)/bin:$$PATH" $(PY) -m auditwheel repair -w "$(DIST)" "$$raw"/*.whl
 	@$(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation -w "$(DIST)" ./benchmarks
+
+SBOM := $(VENV)/bin/uv run --quiet --no-project --isolated --python $(PY) --with cyclonedx-bom==7.3.0 cyclonedx-py
+release: setup ## sdists, wheels, an SBOM of what the loader installs, and checksums into dist/; tags this commit
+	@[ -z "$$(git status --porcelain)" ] || { echo "make release: commit first" >&2; exit 1; }
+	@rm -rf "$(DIST)"; $(MAKE) wheel; \
+	$(VENV)/bin/uv build --quiet --sdist --no-build-isolation --python $(PY) -o "$(DIST)" .; \
+	$(VENV)/bin/uv build --quiet --sdist --no-build-isolation --python $(PY) -o "$(DIST)" benchmarks; \
+	rm -f "$(DIST)"/.gitignore; \
+	fresh="$$(mktemp -d)"; trap 'rm -rf "$$fresh"' EXIT; "$(PYTHON)" -m venv "$$fresh"; \
+	"$$fresh/bin/python" -m pip install --quiet --disable-pip-version-check "$(DIST)"/dataplane_loader-*.whl; \
+	version="$$("$$fresh/bin/dataplane" --version | sed 's/.* //')"; \
+	$(SBOM) environment --output-reproducible --of JSON -o "$(DIST)/dataplane_loader-$$version.cdx.json" "$$fresh/bin/python"; \
+	(cd "$(DIST)" && sha256sum * > SHA256SUMS && cat SHA256SUMS); \
+	git tag -a "v$$version" -m "Dataplane $$version"; \
+	echo "Tagged v$$version. To publish: git push origin v$$version, and upload $(DIST)/*.whl and $(DIST)/*.tar.gz."
 
 lock: ## choose the newest versions that both pyproject.toml allow, and write requirements.lock
 	fresh="$$(mktemp -d)"; trap 'rm -rf "$$fresh"' EXIT; \
