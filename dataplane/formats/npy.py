@@ -40,6 +40,7 @@ _KEYS = {"descr", "fortran_order", "shape"}
 _OF_HEADERS = (SyntaxError, TypeError, ValueError, LookupError, RecursionError, AttributeError)
 _TEXTS = "SU"
 _TIMES = "Mm"
+_AXES_MAX = 64
 
 
 class Npy:
@@ -198,6 +199,8 @@ def _parsed(header: bytes) -> _Layout:
     shape = known["shape"]
     if type(shape) is not tuple or not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError(f"its shape is {shape!r}")
+    if len(shape) > _AXES_MAX:
+        raise ValueError(f"it has {len(shape)} axes, and NumPy's arrays have at most {_AXES_MAX}")
     dtype = np.lib.format.descr_to_dtype(known["descr"])
     if not shape:
         _refuse("it has one value and no rows", "save an array with at least one axis")
@@ -228,6 +231,11 @@ def _parsed(header: bytes) -> _Layout:
 def _kind_of(dtype: np.dtype, shape: tuple[int, ...]) -> pa.DataType:
     """Return the Arrow type of one row of this dtype and shape."""
     base, inner = dtype.subdtype or (dtype, ())
+    if base.kind in _TIMES and np.datetime_data(base)[1] != 1:  # Arrow ignores the multiple
+        unit = f"{base.kind}8[{np.datetime_data(base)[0]}]"
+        _refuse(
+            f"its times are multiples of a unit ({base})", f"save them as array.astype({unit!r})"
+        )
     try:
         if base.names is not None or base.kind not in f"biuf{_TEXTS}{_TIMES}":
             raise pa.ArrowNotImplementedError

@@ -67,6 +67,9 @@ def test_an_array_without_rows_is_empty() -> None:
         (np.ones(3, complex), "complex128 are not read.*view\\(float\\)"),
         (np.float64(3), "one value and no rows; save an array with at least one axis"),
         (np.ones((3, 0)), "no values"),
+        (np.array([1, 2, 3], "M8[25s]"), r"multiples of a unit.*array\.astype\('M8\[s\]'\)"),
+        (np.array([1, 2, 3], "m8[10ms]"), r"array\.astype\('m8\[ms\]'\)"),
+        (np.zeros(2, [("t", "m8[7D]", (2,))]), r"array\.astype\('m8\[D\]'\)"),
     ],
 )
 def test_what_has_no_rows_of_numbers_is_refused(array: np.ndarray, words: str) -> None:
@@ -78,3 +81,10 @@ def test_two_arrays_in_a_file_are_refused() -> None:
     content = npy_bytes(np.ones(3))
     with pytest.raises(CorruptShard, match=r"something follows it: expected 24 bytes of 3 rows"):
         NPY.index(MemoryShard(content + content))
+
+
+def test_an_array_of_more_axes_than_numpy_has_is_corrupt() -> None:
+    header = repr({"descr": "<f4", "fortran_order": False, "shape": (4, *[1] * 5000)}).encode()
+    content = b"\x93NUMPY\2\0" + len(header).to_bytes(4, "little") + header + bytes(16)
+    with pytest.raises(CorruptShard, match="5001 axes, and NumPy's arrays have at most 64"):
+        NPY.index(MemoryShard(content))
