@@ -5,7 +5,8 @@ The first record names the columns; one without a name is `Unnamed: 0`, by its n
 is text, as it is written: a table says nothing about types, and a guess from its first lines would
 change with the shards. An empty field is null, and `""` an empty text. Fields are separated by
 commas, in .tsv by tabs. A field with a separator, a newline or a quote stands in quotes, in which
-quotes are doubled. Lines without anything are skipped.
+quotes are doubled. Lines without anything are skipped, also before
+the names.
 
 Source:  RFC 4180
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from array import array
 from collections.abc import Iterator, Sequence
 
@@ -45,6 +47,8 @@ from dataplane.plan.columns import UNKNOWN
 RECORD_BYTES_MAX = 64 << 20
 _QUOTE, _NEWLINE, _RETURN = b'"\n\r'
 _BOM = b"\xef\xbb\xbf"
+# A mark of UTF-8 and empty lines before the names.
+_BEFORE = re.compile(rb"(?:\xef\xbb\xbf)?(?:\r?\n)*")
 _NAMES = "the names of columns"
 _CONTROLS = {*range(32)} - {*b"\t\n\r"}
 _TABS = (".tsv", ".tsv.gz", ".tsv.zst")
@@ -125,22 +129,26 @@ def _header(source: ByteSource) -> tuple[list[str], int]:
         raise corrupt(url, 0, "no text table", expected=_NAMES, found=kind)
     while True:
         head = source.view(0, length)
+        before = _BEFORE.match(head)
+        begin = before.end() if before else 0
         ends = _ends(url, head, 0, is_last=len(head) < length)
-        if len(ends) or length >= RECORD_BYTES_MAX:
+        ends = ends[ends > begin]
+        if len(ends) or len(head) < length or length >= RECORD_BYTES_MAX:
             break
         length *= 2
-    if not len(ends) or _CONTROLS.intersection(bytes(head[: ends[0]])):
+    if not len(ends):
+        what = "the table has only empty lines" if begin == len(head) else "no text table"
+        raise corrupt(url, 0, what, expected=_NAMES, found=kind)
+    line = bytes(head[begin : ends[0]])
+    if _CONTROLS.intersection(line):
         raise corrupt(url, 0, "no text table", expected=_NAMES, found=kind)
-    if b"\r" in bytes(head[: ends[0]]).replace(b"\r\n", b"").removesuffix(b"\r"):
-        raise corrupt(url, 0, "lines end with carriage returns alone: write newlines after them")
     try:
-        text = bytes(head[: ends[0]]).removeprefix(_BOM).decode()
-        lines = csv.reader(io.StringIO(text, newline=""), delimiter=_delimiter(url), strict=True)
-        names = next(lines, [])
+        text = io.StringIO(line.decode(), newline="")
+        names, *more = csv.reader(text, delimiter=_delimiter(url), strict=True)
     except (ValueError, csv.Error) as fault:
         raise corrupt(url, 0, f"the names of the columns are damaged ({fault})") from fault
-    if not names:
-        raise corrupt(url, 0, "the first line is empty", expected=_NAMES)
+    if more or not names:
+        raise corrupt(url, 0, "lines end with carriage returns alone: write newlines after them")
     names = [name or f"Unnamed: {at}" for at, name in enumerate(names)]
     twin = next((name for at, name in enumerate(names) if name in names[:at]), None)
     if twin is not None:

@@ -77,7 +77,10 @@ def test_known_nulls_are_counted() -> None:
         ("a,b\n1,2\n3\n", "Expected 2 columns, got 1"),
         ("a,b\n1,2,3\n", "Expected 2 columns, got 3"),
         ("a,b\r1,2\r", "lines end with carriage returns alone"),
-        ("\na,b\n1,2\n", "the first line is empty"),
+        ("a,b\r1,x\n2,y\n", "lines end with carriage returns alone"),
+        ("\ra,b\n1,2\n", "lines end with carriage returns alone"),
+        ("\n\r", "lines end with carriage returns alone"),
+        ("\n\r\n\n", "only empty lines"),
     ],
 )
 def test_damaged_records_are_refused(text: str, words: str) -> None:
@@ -125,6 +128,12 @@ def test_a_table_of_the_images_beside_it_is_refused(tmp_path: Path) -> None:
     both = index_dataset(table, format_name="files::file_name")
     assert (both.format, both.sample_count) == ("files", 1)
     assert index_dataset(table).format == "jsonl"
+
+
+def test_empty_lines_before_the_names_are_skipped() -> None:
+    for before in ("\n", "\r\n\n", "\ufeff\n", "\n" * 70_000):
+        assert rows(f'{before}"a",b\n1,x\n\n2,y\n') == [{"a": "1", "b": "x"}, {"a": "2", "b": "y"}]
+    assert rows('\n"a\rb",c\n1,2\n') == [{"a\rb": "1", "c": "2"}]
 
 
 def test_a_name_that_occurs_twice_is_refused() -> None:
