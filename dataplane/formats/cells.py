@@ -6,12 +6,13 @@ Both begin with the number of samples and the offset of each; a shard ends where
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+from typing_extensions import Buffer
 
 from dataplane.formats.arrays import bytes_column, list_column
 from dataplane.formats.base import Block, RawBlock, ShardReader
@@ -24,17 +25,21 @@ from dataplane.model.records import Region
 
 NUMBER_BYTES = 4
 _NUMBER = np.dtype("<u4")
-_SAMPLED = 64
+AXES_MAX = 64
+# Lists without values need no bytes, so that a short shard could state any number of them.
+_EMPTY_LISTS_MAX = 1 << 16
 
 
 def source_of(shard: ShardReader, *, compressed: bool) -> ByteSource:
-    """Return the (inflated) bytes of a shard, of which only the first are read."""
-    if not compressed:
-        return Window(shard)
-    size = shard.size_bytes
-    starts = range(0, size, PROBE_BYTES)
-    pieces = (shard.read(at, min(PROBE_BYTES, size - at)) for at in starts)
-    return Inflated(shard, pieces)
+    """Return the (inflated) bytes of a shard, of which often only the first are read."""
+    return Inflated(shard, _pieces(shard)) if compressed else Window(shard)
+
+
+def _pieces(shard: ShardReader) -> Iterator[Buffer]:
+    at, length = 0, PROBE_BYTES
+    while at < shard.size_bytes:
+        yield shard.read(at, min(length, shard.size_bytes - at))
+        at, length = at + length, min(2 * length, BLOCK_BYTES)
 
 
 def offsets_in(url: str, source: ByteSource, size: int | None, name: str) -> NDArray[np.uint32]:
@@ -127,12 +132,14 @@ class Cells(NamedTuple):
 
         Shapes:  dtype[rows, count].   Raises:  ValueError: a value is too short.
         """
-        width = dtype.itemsize * count
+        width, rows = dtype.itemsize * count, len(self.starts)
         if (self.lengths < skip + width).any():
             raise ValueError(f"a value has less than {skip + width} bytes")
+        if not width or not rows:
+            return np.zeros((rows, count), dtype)
         codes = np.frombuffer(self.body, np.uint8)
-        places = (self.starts + skip)[:, None] + np.arange(width)
-        numbers: NDArray[Any] = codes[places].view(dtype).reshape(len(self.starts), count)
+        values = np.lib.stride_tricks.sliding_window_view(codes, width)[self.starts + skip]
+        numbers: NDArray[Any] = np.ascontiguousarray(values).view(dtype).reshape(rows, count)
         return numbers
 
 
@@ -227,13 +234,19 @@ class Arrays(NamedTuple):
     name: str
     url: str
 
-    @property
-    def kind(self) -> pa.DataType:
-        """The type of a column that begins with these: arrays of several axes are of fixed size if
-        all have the same.
+    def kind(self, first: NDArray[np.int64], dtype: np.dtype) -> pa.DataType:
+        """Return the type of a column whose first array has this shape and dtype: arrays of several
+        axes are of fixed size if all of these have the same shape, too.
+
+        Raises:  SchemaMismatch: these have other axes, or another dtype.
         """
-        kind, shape = pa.from_numpy_dtype(self.dtype), self.shapes[0].tolist()
-        is_fixed = len(shape) > 1 and (self.shapes == self.shapes[0]).all() and 0 not in shape
+        for values, what in (
+            (np.array([first.size, self.shapes.shape[1]]), "numbers of axes"),
+            (np.array([dtype.str, self.dtype.str]), "types"),
+        ):
+            refuse_mixed(values, self.name, self.url, what)
+        kind, shape = pa.from_numpy_dtype(dtype), first.tolist()
+        is_fixed = len(shape) > 1 and (self.shapes == first).all() and 0 not in shape
         for size in reversed(shape):
             kind = pa.list_(kind, size) if is_fixed else pa.list_(kind)
         return kind
@@ -260,6 +273,9 @@ class Arrays(NamedTuple):
             for size in reversed(fixed):
                 column = pa.FixedSizeListArray.from_arrays(column, size)
             return column
+        lists = np.cumprod(shapes[:, :-1].astype(np.float64), axis=1).sum()
+        if lists > len(cells.body) + _EMPTY_LISTS_MAX:
+            raise ValueError(f"arrays without values state {lists:.0f} lists")
         for axis in range(shapes.shape[1] - 1, -1, -1):
             # Each list of this axis is repeated by the product of the axes above it.
             lengths = np.repeat(shapes[:, axis], shapes[:, :axis].prod(axis=1))
@@ -267,10 +283,39 @@ class Arrays(NamedTuple):
         return column
 
 
-def sampled(offsets: NDArray[np.uint32]) -> int:
-    """Return how many of the first samples of a shard show the types of its arrays."""
-    count = int(np.searchsorted(offsets, int(offsets[0]) + BLOCK_BYTES, "right")) - 1
-    return max(1, min(_SAMPLED, count, len(offsets) - 1))
+def runs_in(
+    source: ByteSource, offsets: NDArray[np.uint32], fixed: Sequence[int | None]
+) -> Iterator[list[Cells]]:
+    """Read the values of all samples of a shard, in runs of about 4 MiB; see `cells_of`."""
+    for block in blocks_of(offsets, lambda _, length: length, None):
+        start, length = block.place.offset, block.place.length
+        body = source.view(start, length)
+        if len(body) < length:
+            raise corrupt(source.url, start + len(body), "the shard ends within a sample")
+        first = int(np.searchsorted(offsets, start, "right")) - 1
+        places = offsets[first : first + block.rows + 1]
+        yield cells_of(source.url, body, places, start, fixed)
+
+
+def array_kinds(
+    runs: Iterator[list[Cells]], columns: Mapping[int, Callable[[Cells], Arrays]]
+) -> dict[int, pa.DataType]:
+    """Return the types of these columns of arrays, by their numbers: of fixed size if every sample
+    has the same shape of several axes, else nested lists. Samples are read until that is known.
+
+    Raises:  SchemaMismatch: arrays differ in axes or types.  ValueError, LookupError: damaged.
+    """
+    firsts: dict[int, Any] = {}
+    kinds: dict[int, pa.DataType] = {}
+    for cells in runs:
+        for at, make in columns.items():
+            if at in kinds and not pa.types.is_fixed_size_list(kinds[at]):
+                continue
+            arrays = make(cells[at])
+            kinds[at] = arrays.kind(*firsts.setdefault(at, (arrays.shapes[0], arrays.dtype)))
+        if not any(map(pa.types.is_fixed_size_list, kinds.values())):
+            break
+    return kinds
 
 
 def apart(places: NDArray[np.uint32]) -> list[int]:

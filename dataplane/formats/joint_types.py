@@ -13,13 +13,14 @@ schema unless another one contradicts it. Decoding checks the rest.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pyarrow as pa
 
 from dataplane.formats.arrays import ANY_LISTS, BYTES, TEXTS, widened
 
 INFERRED_MARK = b"dataplane.inferred"
+_ARRAYS_MARK = b"dataplane.arrays"
 
 _NUMBERS = (
     *(pa.int8(), pa.uint8(), pa.int16(), pa.uint16(), pa.int32(), pa.uint32(), pa.int64()),
@@ -61,6 +62,31 @@ def is_inferred(schema: pa.Schema) -> bool:
 def is_closed(schema: pa.Schema) -> bool:
     """Return whether decoding with this inferred schema refuses columns that it lacks."""
     return bool((schema.metadata or {}).get(INFERRED_MARK) == b"closed")
+
+
+def marked_arrays(schema: pa.Schema, names: Sequence[str]) -> pa.Schema:
+    """Mark columns of arrays that state their own shapes, so that shards may have several."""
+    for at, field in enumerate(schema):
+        if field.name in names:
+            known = {**(field.metadata or {}), _ARRAYS_MARK: b""}
+            schema = schema.set(at, field.with_metadata(known))
+    return schema
+
+
+def joint_arrays(field: pa.Field, kind: pa.DataType, other: pa.Field) -> pa.DataType | None:
+    """Return the type of a dataset's column of arrays, which is of `kind` so far, with a shard
+    whose arrays have another shape: nested lists. None if a field has no such arrays.
+    """
+    if any(_ARRAYS_MARK not in (known.metadata or {}) for known in (field, other)):
+        return None
+    unsized, joined = _unsized(kind), _unsized(other.type)
+    return joint_type(kind if unsized.equals(kind) else unsized, joined)
+
+
+def _unsized(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind):
+        return pa.list_(_unsized(kind.value_type))
+    return kind
 
 
 def contradicts(expected: pa.DataType, kind: pa.DataType, *, closed: bool) -> bool:

@@ -9,8 +9,9 @@ whose table follows the offsets. A block is a run of samples, about 4 MiB.
 
 Names of columns are the keys of a sample, joined by dots where it is nested; elements of lists and
 tuples have their numbers, a sample that is one value is `sample`, and a document `tokens`. Arrays
-of one axis are lists. Others have the shape that the first samples of the chunk have; if these
-differ, they are nested lists. Pickles and LitData's own nested values are never read.
+of one axis are lists. Others have a fixed size if every sample of every chunk has the same shape,
+for which chunks are indexed whole; else they are nested lists. Pickles and LitData's own nested
+values are never read.
 
 Source:  litdata/streaming/writer.py, serializers.py, framed_zstd.py of Lightning-AI/litData
 """
@@ -28,10 +29,12 @@ from numpy.typing import NDArray
 
 from dataplane.formats.base import Block, RawBlock, ShardIndex, ShardReader
 from dataplane.formats.cells import (
+    AXES_MAX,
     NUMBER_BYTES,
     Arrays,
     Cells,
     apart,
+    array_kinds,
     blocks_of,
     cells_of,
     checked_column,
@@ -39,13 +42,14 @@ from dataplane.formats.cells import (
     lists_column,
     offsets_in,
     refuse_mixed,
-    sampled,
+    runs_in,
     samples_of,
     source_of,
     text_column,
 )
 from dataplane.formats.conform import batch_of, check_rows, check_shard
 from dataplane.formats.faults import corrupt, foreign_faults, require_bytes
+from dataplane.formats.joint_types import marked_arrays
 from dataplane.formats.nulls import node_count
 from dataplane.formats.source import (
     BLOCK_BYTES,
@@ -173,24 +177,41 @@ class LitData:
             offsets = offsets_in(url, source, None if compressed else size, _WHAT)
             blocks = blocks_of(offsets, self._decoded, size if compressed else None)
             start, frames = (0 if compressed else int(offsets[0])), None
-        samples: Sequence[Cells] = ()
-        if blocks and any(value.has_header for value in self._values):
-            count = sampled(offsets)
-            if frames is not None:
-                first = shard.read(int(frames["at"][0]), int(frames["stored"][0]))
-                body = _inflated(url, memoryview(first), frames[:1])
-                count = min(count, int(frames["rows"][0]))
-            else:
-                body = source.view(int(offsets[0]), int(offsets[count] - offsets[0]))
-            samples = cells_of(url, body, offsets[: count + 1], int(offsets[0]), self._sizes)
-        with foreign_faults(url, start, "the first samples are damaged"):
-            types = [
-                (value.name, value.type_of(samples[at] if samples else None, url))
-                for at, value in enumerate(self._values)
-            ]
+        varying = {
+            at: functools.partial(value.arrays, url=url)
+            for at, value in enumerate(self._values)
+            if value.has_header
+        }
+        kinds: dict[int, pa.DataType] = {}
+        with foreign_faults(url, start, "the arrays of samples are damaged"):
+            if blocks and varying:
+                if frames is None:
+                    runs = runs_in(source, offsets, self._sizes)
+                else:
+                    runs = self._framed_runs(shard, offsets, frames)
+                kinds = array_kinds(runs, varying)
+        types = [
+            (value.name, kinds.get(at, pa.null()) if value.has_header else value.type)
+            for at, value in enumerate(self._values)
+        ]
         refused = {value.name: value.refused for value in self._values if value.refused}
         schema = marked(pa.schema(types), refused)
+        schema = marked_arrays(schema, [self._values[at].name for at in varying])
         return ShardIndex(schema, blocks, Region(0, start), False, [NEVER] * node_count(schema))
+
+    def _framed_runs(
+        self, shard: ShardReader, offsets: NDArray[np.uint32], frames: np.ndarray
+    ) -> Iterator[list[Cells]]:
+        """Read the values of all samples, frame by frame."""
+        for at in range(len(frames)):
+            frame = frames[at : at + 1]
+            place, stored, first, rows = (
+                int(frame[name][0]) for name in ("at", "stored", "first", "rows")
+            )
+            body = _inflated(shard.url, memoryview(shard.read(place, stored)), frame)
+            places = offsets[first : first + rows + 1]
+            if rows:
+                yield cells_of(shard.url, body, places, int(places[0]), self._sizes)
 
     def _decoded(self, rows: int, length: int) -> int:
         # Nested lists have an offset for each list, which may have one byte.
@@ -275,8 +296,9 @@ class _Value(NamedTuple):
         """Return whether each value states its type and shape."""
         return self.family in _ARRAYS
 
-    def type_of(self, sample: Cells | None, url: str = "") -> pa.DataType:
-        """Return the type of the column, as the first samples of the chunk have it."""
+    @property
+    def type(self) -> pa.DataType:
+        """The type of the column, unless it is seen in samples."""
         if self.dtype is not None:
             kind = pa.from_numpy_dtype(self.dtype)
             return kind if self.family in _SCALARS else pa.list_(kind)
@@ -284,9 +306,7 @@ class _Value(NamedTuple):
             return pa.string()
         if self.family == "jpeg_array":
             return pa.list_(pa.binary())
-        if not self.has_header:
-            return pa.binary()
-        return pa.null() if sample is None else self._arrays(sample, url).kind
+        return pa.binary()
 
     def array(self, cells: Cells, kind: pa.DataType, url: str) -> pa.Array:
         """Return the column's values; `kind` is its type in the dataset.
@@ -294,11 +314,11 @@ class _Value(NamedTuple):
         Raises:  SchemaMismatch.   ValueError, LookupError, Arrow's errors: a value is damaged.
         """
         if self.has_header:
-            return self._arrays(cells, url).column(kind)
+            return self.arrays(cells, url).column(kind)
         if self.dtype is None:
             if self.family == "jpeg_array":
                 return lists_column(cells, 0)
-            return text_column(cells, self.type_of(None))
+            return text_column(cells, self.type)
         if self.family in _SCALARS:
             if (cells.lengths != self.dtype.itemsize).any():
                 raise ValueError(f"a value does not have {self.dtype.itemsize} bytes")
@@ -306,7 +326,8 @@ class _Value(NamedTuple):
         shapes = (cells.lengths // self.dtype.itemsize)[:, None]
         return Arrays(cells, shapes, self.dtype, 0, self.name, url).column(kind)
 
-    def _arrays(self, cells: Cells, url: str) -> Arrays:
+    def arrays(self, cells: Cells, url: str) -> Arrays:
+        """Return arrays that state their type and shape."""
         number = _ARRAYS[self.family][1]
         codes, axes = cells.numbers(np.dtype(number), 2).T
         refuse_mixed(codes, self.name, url, "types")
@@ -314,6 +335,8 @@ class _Value(NamedTuple):
         dtype, count = _dtype_of(self.family, int(codes[0])), int(axes[0])
         if dtype is None:
             raise ValueError(f"an array has the type {codes[0]}")
+        if count > AXES_MAX:
+            raise ValueError(f"an array has {count} axes")
         shapes = cells.numbers(np.dtype(number), count, 2 * NUMBER_BYTES).astype(np.int64)
         return Arrays(cells, shapes, dtype, (2 + count) * NUMBER_BYTES, self.name, url)
 

@@ -7,9 +7,9 @@ columns as JSON, and the samples, each with the sizes of those of its values tha
 Numbers are columns of their type. `str`, `json` and the digits of `str_int`, `str_float` and
 `str_decimal` are text. `bytes`, `jpeg`, `png` and `pil` (raw pixels, behind their size and mode)
 are binary, lists of images lists of these. `ndarray` with type and shape is a fixed-size list.
-Other arrays have the type and the axes of the first samples of the shard: with one axis they are
-lists; with several they have a fixed size if these samples have the same, else they are nested
-lists. Pickled columns are never read.
+Other arrays have the type and the axes of the shard's first sample: with one axis they are lists;
+with several they are fixed-size lists if every sample of every shard has the same shape, for which
+shards are indexed whole; else they are nested lists. Pickled columns are never read.
 
 Source:  streaming/base/format/mds in github.com/mosaicml/streaming
 """
@@ -32,6 +32,7 @@ from dataplane.formats.cells import (
     Arrays,
     Cells,
     apart,
+    array_kinds,
     blocks_of,
     cells_of,
     checked_column,
@@ -39,13 +40,14 @@ from dataplane.formats.cells import (
     lists_column,
     offsets_in,
     refuse_mixed,
-    sampled,
+    runs_in,
     samples_of,
     source_of,
     text_column,
 )
 from dataplane.formats.conform import batch_of, check_shard
 from dataplane.formats.faults import corrupt, require_bytes
+from dataplane.formats.joint_types import marked_arrays
 from dataplane.formats.nulls import node_count
 from dataplane.formats.source import (
     PROBE_BYTES,
@@ -89,7 +91,7 @@ class Mds:
         return (Region(0, min(size_bytes, PROBE_BYTES)),)
 
     def index(self, shard: ShardReader) -> ShardIndex:
-        """Implement `Format.index`: read the header, and the first sample if its arrays vary."""
+        """Implement `Format.index`: read the header, and samples if their arrays may vary."""
         url, size = shard.url, shard.size_bytes
         require_bytes(url, size, "MDS")
         head = bytes(memoryview(shard.read(0, min(size, PROBE_BYTES))))
@@ -98,21 +100,25 @@ class Mds:
         offsets = offsets_in(url, source, None if compressed else size, _WHAT)
         before, start = NUMBER_BYTES * (len(offsets) + 1), int(offsets[0])
         columns = _columns_in(url, bytes(source.view(before, start - before)), before)
-        sample: list[Cells | None] = [None] * len(columns)
-        if len(offsets) > 1 and any(column.is_ragged for column in columns):
-            count = sampled(offsets)
-            body = source.view(start, int(offsets[count]) - start)
-            places = offsets[: count + 1]
-            sample = [*cells_of(url, body, places, start, [c.size for c in columns])]
-        types = {}
-        for column, cells in zip(columns, sample, strict=True):
+        ragged = {
+            at: functools.partial(column.arrays, url=url)
+            for at, column in enumerate(columns)
+            if column.is_ragged
+        }
+        kinds: dict[int, pa.DataType] = {}
+        if len(offsets) > 1 and ragged:
             try:
-                types[column.name] = column.type_of(cells, url)
+                kinds = array_kinds(runs_in(source, offsets, [c.size for c in columns]), ragged)
             except (ValueError, LookupError) as fault:
-                what = f"column {column.name!r} of the first sample is damaged ({fault})"
+                what = f"an array of {[columns[at].name for at in ragged]} is damaged ({fault})"
                 raise corrupt(url, start, what) from fault
+        types = {
+            column.name: kinds.get(at, pa.null()) if column.is_ragged else column.type
+            for at, column in enumerate(columns)
+        }
         refused = {column.name: column.refused for column in columns if column.refused}
         schema = marked(pa.schema(list(types.items())), refused)
+        schema = marked_arrays(schema, [columns[at].name for at in ragged])
         growth = 1 + 4 * any(pa.types.is_list(kind) and pa.types.is_list(kind.value_type)
                              for kind in types.values())  # fmt: skip
 
@@ -170,19 +176,15 @@ class _Column(Struct, frozen=True):
         """Return whether the values are arrays whose type is seen in a sample."""
         return self.encoding.startswith("ndarray") and self.size is None
 
-    def type_of(self, sample: Cells | None, url: str = "") -> pa.DataType:
-        """Return the type of the column, as the first sample of the shard has it.
-
-        Raises:  ValueError, LookupError: the sample is damaged.
-        """
+    @property
+    def type(self) -> pa.DataType:
+        """The type of the column, unless it is seen in samples."""
         if self.encoding in _TEXTS:
             return pa.string()
         if self.encoding in _LISTS:
             return pa.list_(pa.binary())
         if self.encoding in _SCALARS and self.dtype is not None:
             return pa.from_numpy_dtype(self.dtype)
-        if self.is_ragged:
-            return pa.null() if sample is None else self._ragged(sample, url).kind
         if self.dtype is not None and self.shape is not None:
             kind = pa.from_numpy_dtype(self.dtype)
             for size in reversed(self.shape):
@@ -199,12 +201,12 @@ class _Column(Struct, frozen=True):
         if self.encoding in _LISTS:
             return lists_column(cells, _LISTS[self.encoding])
         if self.dtype is not None and self.size is not None:
-            return fixed_column(cells, self.dtype, self.type_of(None))
+            return fixed_column(cells, self.dtype, self.type)
         if self.is_ragged:
-            return self._ragged(cells, url).column(kind)
-        return text_column(cells, self.type_of(None))
+            return self.arrays(cells, url).column(kind)
+        return text_column(cells, self.type)
 
-    def _ragged(self, cells: Cells, url: str) -> Arrays:
+    def arrays(self, cells: Cells, url: str) -> Arrays:
         """Return arrays that state their shape, and their type if the column has none."""
         dtype, skip = self.dtype, 0
         if dtype is None:

@@ -12,7 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 import pyarrow as pa
 from msgspec import Struct
 
-from dataplane.formats.joint_types import is_closed, is_inferred, joint_inferred, joint_type
+from dataplane.formats.joint_types import (
+    is_closed,
+    is_inferred,
+    joint_arrays,
+    joint_inferred,
+    joint_type,
+)
 from dataplane.formats.tar import is_new_field
 from dataplane.formats.unsupported import Difference, differing, mismatch_of, with_difference
 
@@ -117,7 +123,7 @@ def _merged(schemas: Sequence[_Seen]) -> pa.Schema:
             column = columns.get(field.name)
             if column is not None:
                 column.run += column.run == at
-                _merge(column, field.type, _first_filled(seen), inferred=inferred, closed=closed)
+                _merge(column, field, _first_filled(seen), inferred=inferred, closed=closed)
             elif not at or not inferred or closed or is_new_field(first, field.name):
                 columns[field.name] = _Column(field, field.type, _first_filled(seen), int(not at))
     if not inferred:
@@ -129,13 +135,14 @@ def _merged(schemas: Sequence[_Seen]) -> pa.Schema:
     return first if is_first else pa.schema(fields, metadata=first.metadata)
 
 
-def _merge(column: _Column, kind: pa.DataType, shard: int, *, inferred: bool, closed: bool) -> None:
+def _merge(column: _Column, other: pa.Field, shard: int, *, inferred: bool, closed: bool) -> None:
+    kind = other.type
     if column.difference is not None or column.type.equals(kind):
         return
     if inferred:
         joint = joint_inferred(column.type, kind, closed=closed)
     else:
-        joint = joint_type(column.type, kind)
+        joint = joint_type(column.type, kind) or joint_arrays(column.field, column.type, other)
     if joint is None:
         shards, types = (column.shard, shard), (str(column.type), str(kind))
         column.difference = Difference(shards, types)

@@ -17,7 +17,7 @@ from dataplane.formats.base import Format
 from dataplane.formats.litdata import described
 from dataplane.formats.unsupported import unsupported
 from dataplane.index.indexing import index_dataset
-from dataplane.model.errors import ConfigError, SchemaMismatch, ShardNotFound
+from dataplane.model.errors import ConfigError, CorruptShard, SchemaMismatch, ShardNotFound
 
 KINDS = {"id": "int", "x": "float", "ok": "bool", "text": "str", "image": "jpeg"}
 ROWS: list[Row] = [
@@ -54,6 +54,14 @@ def test_arrays_have_one_shape_or_are_nested_lists(kind: str) -> None:
         assert read_rows(format_, content) == [{"x": row["x"].tolist()} for row in rows]
     schema = format_.index(MemoryShard(litdata_bytes({"x": kind}, alike))).schema
     assert schema.field("x").type == pa.list_(pa.list_(pa.float32(), 3), 2)
+    late = [*alike * 14, {"x": np.ones((2, 4), np.float32)}]
+    for frame_rows in (0, 10):
+        content = litdata_bytes({"x": kind}, late, frame_rows)
+        assert read_rows(format_, content) == [{"x": row["x"].tolist()} for row in late]
+    deep = litdata_bytes({"x": kind}, [{"x": alike[0]["x"].reshape(2, 3, *[1] * 60)}])
+    deep = deep.replace(bytes([62]), bytes([65]))
+    with pytest.raises(CorruptShard, match="65 axes"):
+        format_.index(MemoryShard(deep))
     with pytest.raises(SchemaMismatch, match="its arrays have several shapes"):
         read_rows(format_, litdata_bytes({"x": kind}, mixed), schema=schema)
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
 from sample_files import mds_bytes, zstd
-from shards import MemoryShard, decoded, read_rows
+from shards import MemoryShard, decoded, raw_block, read_rows
 
+from dataplane.commands.datasets import read_block, schema_of
 from dataplane.formats.mds import Mds
 from dataplane.formats.unsupported import unsupported
 from dataplane.index.indexing import index_dataset
@@ -60,6 +62,68 @@ def test_arrays_of_several_shapes() -> None:
     arrays = [np.ones(shape, np.uint8) * at for at, shape in enumerate(shapes)]
     content = mds_bytes({"x": "ndarray"}, [{"x": array} for array in arrays])
     assert read_rows(MDS, content) == [{"x": array.tolist()} for array in arrays]
+
+
+def written(folder: Path, shards: list[list[np.ndarray]]) -> tuple[pa.DataType, list[object]]:
+    """Write these shards of arrays, and return the type and the values that are read."""
+    for at, arrays in enumerate(shards):
+        rows = [{"id": 0, "x": array} for array in arrays]
+        content = mds_bytes({"id": "int", "x": "ndarray"}, rows)
+        (folder / f"shard.{at}.mds").write_bytes(content if at else zstd(content))
+    manifest = index_dataset(folder)
+    schema = schema_of(manifest)
+    batches = [read_block(manifest, at, schema, ["x"]) for at in range(manifest.block_count)]
+    return schema.field("x").type, [row["x"] for batch in batches for row in batch.to_pylist()]
+
+
+F4 = pa.float32()
+A, B, C = (np.arange(2 * n, dtype=np.float32).reshape(2, n) for n in (3, 4, 5))
+LARGE = [np.ones((1024, n), np.float32) for n in (1100, 1200)]
+
+
+@pytest.mark.parametrize(
+    ("shards", "kind"),
+    [
+        ([[A, A], [A]], pa.list_(pa.list_(F4, 3), 2)),
+        ([[A], [B], [C]], pa.list_(pa.list_(F4))),
+        ([[A, A], [A, B]], pa.list_(pa.list_(F4))),
+        ([[A, B], [A, A]], pa.list_(pa.list_(F4))),
+        ([[A] * 70 + [B]], pa.list_(pa.list_(F4))),
+        ([[A], [A, A.T]], pa.list_(pa.list_(F4))),
+    ],
+)
+def test_shapes_may_differ_within_and_between_shards(
+    tmp_path: Path, shards: list[list[np.ndarray]], kind: pa.DataType
+) -> None:
+    assert written(tmp_path, shards) == (kind, [a.tolist() for shard in shards for a in shard])
+
+
+def test_arrays_larger_than_a_block_may_have_several_shapes() -> None:
+    shard = MemoryShard(mds_bytes({"x": "ndarray"}, [{"x": array} for array in LARGE]))
+    assert MDS.index(shard).schema.field("x").type == pa.list_(pa.list_(F4))
+    lengths = [len(b.column(0).flatten().flatten()) for b in decoded(MDS, bytes(shard.content))]
+    assert lengths == [array.size for array in LARGE]
+
+
+def test_lists_without_values_are_bounded_by_the_bytes_of_the_shard() -> None:
+    empty = np.zeros((5, 0), np.float32)
+    assert read_rows(MDS, mds_bytes({"x": "ndarray"}, [{"x": empty}])) == [{"x": [[]] * 5}]
+    bomb = mds_bytes({"x": "ndarray"}, [{"x": np.zeros((0x8000000, 0), np.float32)}])
+    with pytest.raises(CorruptShard, match="arrays without values state 134217728 lists"):
+        read_rows(MDS, bomb)
+
+
+def test_fixed_arrays_are_copied_once() -> None:
+    rows = [{"x": np.zeros(1 << 19, np.float64)} for _ in range(2)]
+    content = mds_bytes({"x": f"ndarray:float64:{1 << 19}"}, rows)
+    index = MDS.index(MemoryShard(content))
+    block = raw_block(content, index, 0, "u")
+    tracemalloc.start()
+    try:
+        MDS.decode(block, index.schema, ["x"])
+        assert tracemalloc.get_traced_memory()[1] < 2 * len(block.body)
+    finally:
+        tracemalloc.stop()
 
 
 def test_arrays_of_several_types_are_refused() -> None:
