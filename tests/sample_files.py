@@ -157,9 +157,10 @@ def litdata_index(kinds: Mapping[str, str], files: Sequence[str], **config: Any)
 def megatron_bytes(documents: Sequence[np.ndarray]) -> tuple[bytes, bytes]:
     """The .bin and the .idx of these documents."""
     kinds = ("", "u1", "i1", "i2", "i4", "i8", "f8", "f4", "u2")
-    code = kinds.index(documents[0].dtype.str[1:])
+    dtype = documents[0].dtype if documents else np.dtype("u2")
+    code = kinds.index(dtype.str[1:])
     lengths = np.array([len(document) for document in documents], "<i4")
-    places = np.append(0, np.cumsum(lengths, dtype=np.int64))[:-1] * documents[0].itemsize
+    places = np.append(0, np.cumsum(lengths, dtype=np.int64))[:-1] * dtype.itemsize
     count = len(documents)
     head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, code, count, count + 1)
     table = head + lengths.tobytes() + places.tobytes() + np.arange(count + 1).tobytes()

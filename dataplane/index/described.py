@@ -86,20 +86,18 @@ def _of_megatron(
 
     Raises:  CorruptShard, ShardNotFound: some are none.
     """
+    if not _has_pair(listed, shards, connect):
+        return None
     joined: list[ObjectInfo] = []
     for tokens in shards:
-        url = f"{tokens.url[:-4]}.idx"
-        try:
-            table = listed.get(url) or connect(url).head(url)
-        except ShardNotFound:
-            if joined:
-                raise
-            return None
-        shard = StoredShard(table, connect(url), threading.Event())
-        header = bytes(memoryview(shard.read(0, min(megatron.HEADER_BYTES, table.size_bytes))))
-        if not header.startswith(megatron.MAGIC) and not joined:
-            return None
+        url = _table_of(tokens)
+        table = listed.get(url) or connect(url).head(url)
+        shard, header = _header_of(table, connect)
         count = megatron.documents_in(url, header, table.size_bytes)
+        if not count:
+            if tokens.size_bytes:
+                raise megatron.contradiction(url, tokens.url)
+            continue
         firsts = range(0, count, megatron.SHARD_DOCUMENTS)
         places = [Region(megatron.pointer_at(count, first), 8) for first in firsts]
         starts = [int.from_bytes(memoryview(at), "little") for at in read_in_threads(shard, places)]
@@ -114,4 +112,36 @@ def _of_megatron(
             ]
             begins = [0, megatron.HEADER_BYTES + 4 * first, start]
             joined.append(Joined(parts, starts=begins).listed(f"{tokens.url}+{first}"))
+    if not joined:
+        raise ConfigError(
+            f"{_table_of(shards[0])} has no documents, nor has another pair: leave them out",
+            shard=shards[0].url,
+        )
     return registry.by_name(megatron.NAME), joined
+
+
+def _has_pair(
+    listed: Mapping[str, ObjectInfo], shards: Sequence[ObjectInfo], connect: Connect
+) -> bool:
+    """Return whether a .bin has Megatron's .idx beside it. Those that are not listed are looked for
+    beside the first few.
+    """
+    tables = [listed[url] for url in map(_table_of, shards) if url in listed]
+    if tables:
+        return any(_header_of(table, connect)[1].startswith(megatron.MAGIC) for table in tables[:8])
+    for url in map(_table_of, shards[:8]):
+        try:
+            table = connect(url).head(url)
+        except ShardNotFound:
+            continue
+        return _header_of(table, connect)[1].startswith(megatron.MAGIC)
+    return False
+
+
+def _header_of(table: ObjectInfo, connect: Connect) -> tuple[StoredShard, bytes]:
+    shard = StoredShard(table, connect(table.url), threading.Event())
+    return shard, bytes(memoryview(shard.read(0, min(megatron.HEADER_BYTES, table.size_bytes))))
+
+
+def _table_of(tokens: ObjectInfo) -> str:
+    return f"{tokens.url[:-4]}.idx"

@@ -13,7 +13,7 @@ from dataplane.cli import run
 from dataplane.formats import megatron, registry
 from dataplane.formats.base import RawBlock
 from dataplane.index.indexing import index_dataset
-from dataplane.model.errors import ConfigError, CorruptShard
+from dataplane.model.errors import ConfigError, CorruptShard, ShardNotFound
 from dataplane.model.records import Region
 from dataplane.plan.manifest import Manifest
 from dataplane.store.connect import connect
@@ -104,3 +104,25 @@ def test_tokens_without_an_index_need_a_format(tmp_path: Path) -> None:
     (tmp_path / "a.idx").unlink()
     with pytest.raises(ConfigError, match='pass format="tokens:uint16,end=50256"'):
         index_dataset(tmp_path)
+
+
+def test_a_pair_without_documents_is_left_out(tmp_path: Path) -> None:
+    given = documents_of(5)
+    written(tmp_path, [], "a")
+    with pytest.raises(ConfigError, match=r"a\.idx has no documents"):
+        index_dataset(tmp_path)
+    written(tmp_path, given, "b")
+    written(tmp_path, [], "c")
+    assert rows_of(index_dataset(tmp_path)) == [document.tolist() for document in given]
+    (tmp_path / "c.bin").write_bytes(b"12")
+    with pytest.raises(CorruptShard, match=r"do not fit .*c\.bin"):
+        index_dataset(tmp_path)
+
+
+@pytest.mark.parametrize("stray", ["0.bin", "z.bin"])
+def test_a_file_without_its_pair_is_named(tmp_path: Path, stray: str) -> None:
+    written(tmp_path, documents_of(5), "a")
+    (tmp_path / stray).write_bytes(b"1234")
+    for paths in (tmp_path, str(tmp_path / "*.bin")):
+        with pytest.raises(ShardNotFound, match=stray.replace(".bin", ".idx")):
+            index_dataset(paths)
