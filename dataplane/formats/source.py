@@ -43,12 +43,14 @@ INFLATED_BYTES_MAX = 16 << 30
 
 _GZIP = b"\x1f\x8b\x08"
 _ZSTD = b"\x28\xb5\x2f\xfd"
+# A frame that decompressors skip; pzstd begins with one.
+_ZSTD_SKIPPED = tuple(bytes([code]) + b"\x2a\x4d\x18" for code in range(0x50, 0x60))
 _ZLIB = (b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
 
 
 def is_compressed(head: bytes) -> bool:
     """Return whether data that starts like this is gzip, zlib or zstd data."""
-    return head.startswith((_GZIP, _ZSTD, *_ZLIB))
+    return head.startswith((_GZIP, _ZSTD, *_ZSTD_SKIPPED, *_ZLIB))
 
 
 def inflate(url: str, pieces: Iterable[Buffer]) -> Iterator[bytes]:
@@ -58,7 +60,7 @@ def inflate(url: str, pieces: Iterable[Buffer]) -> Iterator[bytes]:
     """
     pieces = iter(pieces)
     first = bytes(memoryview(next(pieces, b"")))
-    engine = _inflate_zstd if first.startswith(_ZSTD) else _inflate_zlib
+    engine = _inflate_zstd if first.startswith((_ZSTD, *_ZSTD_SKIPPED)) else _inflate_zlib
     return engine(url, itertools.chain([first], pieces))
 
 

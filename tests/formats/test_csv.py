@@ -93,6 +93,15 @@ def test_bytes_that_are_not_utf_8_are_refused() -> None:
         decoded(CSV, b"a,b\n\xff,2\n")
 
 
+@pytest.mark.parametrize("code", [0x50, 0x5F])
+def test_zstd_data_may_begin_with_a_frame_to_skip(code: int) -> None:
+    skipped = bytes([code]) + b"\x2a\x4d\x18" + (4).to_bytes(4, "little") + b"abcd"
+    content = skipped + zstd(b"a\n1\n") + skipped + zstd(b"2\n")
+    assert read_rows(CSV, content) == [{"a": "1"}, {"a": "2"}]
+    with pytest.raises(CorruptShard, match="truncated compressed data"):
+        read_rows(CSV, content[:-1])
+
+
 def test_a_table_beside_other_shards_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "eval").mkdir()
     (tmp_path / "eval" / "metrics.csv").write_text("a\n1\n")
