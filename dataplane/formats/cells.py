@@ -42,11 +42,13 @@ def _pieces(shard: ShardReader) -> Iterator[Buffer]:
         at, length = at + length, min(2 * length, BLOCK_BYTES)
 
 
-def offsets_in(url: str, source: ByteSource, size: int | None, name: str) -> NDArray[np.uint32]:
+def offsets_in(
+    url: str, source: ByteSource, size: int | None, name: str, least: int = 1
+) -> NDArray[np.uint32]:
     """Return the offset of each sample, and the end of the last. `size` is the shard's size if it
-    is not compressed.
+    is not compressed. `least` is the number of bytes of the shortest sample, at most 1.
 
-    Shapes:  uint32[samples + 1], strictly ascending.
+    Shapes:  uint32[samples + 1], ascending.
     Raises:  CorruptShard.
     """
     head = source.view(0, NUMBER_BYTES)
@@ -55,9 +57,7 @@ def offsets_in(url: str, source: ByteSource, size: int | None, name: str) -> NDA
     limit = (1 << 32) if size is None else size
     table = source.view(NUMBER_BYTES, end - NUMBER_BYTES) if end <= limit else memoryview(b"")
     offsets = np.frombuffer(table, _NUMBER, len(table) // NUMBER_BYTES)
-    is_sound = (
-        len(offsets) == count + 1 and offsets[0] >= end and (offsets[1:] > offsets[:-1]).all()
-    )
+    is_sound = len(offsets) == count + 1 and offsets[0] >= end and is_ascending(offsets, least)
     if not is_sound:
         kind = describe(bytes(source.view(0, 512)))
         raise corrupt(url, 0, "damaged offsets of samples", expected=name, found=kind)
@@ -65,6 +65,11 @@ def offsets_in(url: str, source: ByteSource, size: int | None, name: str) -> NDA
         what = "the shard is truncated, or something follows its samples"
         raise corrupt(url, size, what, expected=f"{offsets[-1]} bytes", found=f"{size} bytes")
     return offsets
+
+
+def is_ascending(offsets: NDArray[np.uint32], least: int) -> bool:
+    """Return whether samples have at least this many bytes, which is 0 or 1."""
+    return bool((offsets[1:] >= offsets[:-1] if least == 0 else offsets[1:] > offsets[:-1]).all())
 
 
 def blocks_of(
@@ -81,7 +86,8 @@ def blocks_of(
     while first < count:
         start = int(offsets[first])
         stop = int(np.searchsorted(offsets, start + BLOCK_BYTES, "right")) - 1
-        stop = min(max(stop, first + 1), count)
+        stop = max(stop, first + 1)
+        stop = int(np.searchsorted(offsets, offsets[stop], "right")) - 1  # empty ones end a block
         length = int(offsets[stop]) - start
         blocks.append(Block(stop - first, Region(start, length), decoded(stop - first, length)))
         first = stop
@@ -100,7 +106,9 @@ def samples_of(
         check_rows(block.url, 0, block.rows, len(offsets) - 1)
         return offsets
     place = block.place
-    first, stop = np.searchsorted(offsets, (place.offset, place.offset + place.length)).tolist()
+    bounds = (place.offset, place.offset + place.length)
+    first, stop = (np.searchsorted(offsets, bounds, "right") - 1).tolist()
+    first = 0 if place.offset == int(offsets[0]) else first
     check_rows(block.url, place.offset, block.rows, stop - first)
     places = offsets[first : stop + 1]
     if not (

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -39,6 +40,7 @@ from dataplane.formats.cells import (
     cells_of,
     checked_column,
     fixed_column,
+    is_ascending,
     lists_column,
     offsets_in,
     refuse_mixed,
@@ -55,6 +57,7 @@ from dataplane.formats.source import (
     BLOCK_BYTES,
     RATIO_FLOOR_BYTES,
     RATIO_MAX,
+    ByteSource,
     Memory,
     Window,
     block_source,
@@ -101,8 +104,11 @@ def described(url: str, content: bytes) -> tuple[str, list[str]] | None:
         index = json.loads(content)
         config, files = index["config"], [entry["filename"] for entry in index["chunks"]]
         kinds, loader = config["data_format"], config.get("item_loader") or ""
+        twins = [file for file, count in Counter(files).items() if count > 1]
     except (ValueError, LookupError, TypeError, RecursionError):
         return None
+    if twins:
+        raise ConfigError(f"{url} names {twins[0]} twice: remove one of its entries", shard=url)
     level = config.get("compression_level") or "chunk"
     why = f"are read by a {loader}" if loader not in {"", "PyTreeLoader", "TokensLoader"} else ""
     why = "are encrypted" if config.get("encryption") else why
@@ -160,6 +166,7 @@ class LitData:
                 field="format",
             ) from None
         self._is_tokens = isinstance(given, list)
+        self._least = 0 if self._is_tokens else 1  # a document may be empty
         self._sizes = [None] * len(self._values)
 
     def index(self, shard: ShardReader) -> ShardIndex:
@@ -169,12 +176,13 @@ class LitData:
         window = Window(shard)
         head = bytes(window.view(0, 8))
         if head == _FRAMED:
-            offsets, frames, start = _framed(url, window, size)
+            offsets, frames, start = _framed(url, window, size, self._least)
             blocks = _frame_blocks(frames, self._decoded)
         else:
             compressed = is_compressed(head)
             source = source_of(shard, compressed=compressed)
-            offsets = offsets_in(url, source, None if compressed else size, _WHAT)
+            length = None if compressed else size
+            offsets = offsets_in(url, source, length, _WHAT, self._least)
             blocks = blocks_of(offsets, self._decoded, size if compressed else None)
             start, frames = (0 if compressed else int(offsets[0])), None
         varying = {
@@ -223,7 +231,8 @@ class LitData:
         url = block.url
         compressed = holds_compressed(block)
         if block.preamble[:8] == _FRAMED:
-            offsets, frames, _ = _framed(url, Memory(url, block.preamble, 0), block.shard_bytes)
+            header = Memory(url, block.preamble, 0)
+            offsets, frames, _ = _framed(url, header, block.shard_bytes, self._least)
             first, stop = np.searchsorted(
                 frames["at"], (block.place.offset, block.place.offset + block.place.length)
             ).tolist()
@@ -236,7 +245,8 @@ class LitData:
         else:
             source = block_source(block, compressed=compressed)
             header = source if compressed else Memory(url, block.preamble, 0)
-            offsets = offsets_in(url, header, source.length if compressed else None, _WHAT)
+            length = source.length if compressed else None
+            offsets = offsets_in(url, header, length, _WHAT, self._least)
             places = samples_of(offsets, block, compressed=compressed)
             body, base = source.view(source.base, source.length), source.base
         if self._is_tokens:
@@ -256,12 +266,14 @@ class LitData:
 
     def rows_apart(self, block: RawBlock) -> Sequence[int] | None:
         """Return where the samples of a block begin in its bytes, and its end; None if they are
-        compressed.
+        compressed, or some are empty.
         """
         if holds_compressed(block) or block.preamble[:8] == _FRAMED:
             return None
-        offsets = offsets_in(block.url, Memory(block.url, block.preamble, 0), None, _WHAT)
-        return apart(samples_of(offsets, block, compressed=False))
+        header = Memory(block.url, block.preamble, 0)
+        offsets = offsets_in(block.url, header, None, _WHAT, self._least)
+        places = samples_of(offsets, block, compressed=False)
+        return apart(places) if is_ascending(places, 1) else None
 
 
 class _Value(NamedTuple):
@@ -349,7 +361,7 @@ def _dtype_of(family: str, code: int) -> np.dtype | None:
 
 
 def _framed(
-    url: str, source: Window | Memory, size: int
+    url: str, source: ByteSource, size: int, least: int
 ) -> tuple[NDArray[np.uint32], np.ndarray, int]:
     """Return the offsets of samples before they were compressed, the table of the frames, and where
     the first frame begins.
@@ -370,7 +382,7 @@ def _framed(
     frames = np.frombuffer(table, _FRAME, frame_count, end)
     firsts = np.append(0, np.cumsum(frames["rows"], dtype=np.int64))
     ends = np.append(start, start + np.cumsum(frames["stored"], dtype=np.int64))
-    is_sound = firsts[-1] == count and (offsets[1:] > offsets[:-1]).all()
+    is_sound = firsts[-1] == count and is_ascending(offsets, least)
     if not is_sound or (frames["first"] != firsts[:-1]).any() or (frames["at"] != ends[:-1]).any():
         raise corrupt(url, _PREFIX_BYTES, "the table of frames contradicts itself")
     if (frames["size"] != np.diff(offsets[firsts].astype(np.int64))).any():

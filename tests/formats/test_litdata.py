@@ -12,6 +12,7 @@ import pytest
 from sample_files import litdata_bytes, litdata_index, zstd
 from shards import MemoryShard, Row, read_rows
 
+from dataplane.commands.datasets import read_block, schema_of
 from dataplane.formats import registry
 from dataplane.formats.base import Format
 from dataplane.formats.litdata import described
@@ -140,6 +141,31 @@ def test_names_follow_the_structure_of_a_sample() -> None:
             known[0]
             == f"litdata:{json.dumps(dict(zip(names, own, strict=True)), separators=(',', ':'))}"
         )
+
+
+def test_a_file_that_is_named_twice_is_refused(tmp_path: Path) -> None:
+    files = written(tmp_path)
+    (tmp_path / "index.json").write_bytes(litdata_index(KINDS, [*files, files[3]]))
+    with pytest.raises(ConfigError, match=r"names chunk-0-3\.bin twice"):
+        index_dataset(tmp_path)
+
+
+@pytest.mark.parametrize("sizes", [[0, 0, 3, 0, 2 << 20, 0, 0, 5, 0], [0, 0], [1 << 20, 0, 1, 0]])
+@pytest.mark.parametrize("frame_rows", [0, 1, 2, -1])
+def test_documents_may_be_empty(tmp_path: Path, sizes: list[int], frame_rows: int) -> None:
+    kind = "no_header_tensor:16"
+    rows = [{"": np.full(size, size, np.int32)} for size in sizes]
+    content = litdata_bytes({"": kind}, rows, max(frame_rows, 0))
+    (tmp_path / "0.bin").write_bytes(content if frame_rows >= 0 else zstd(content))
+    index = litdata_index({}, ["0.bin"], data_format=[kind], item_loader="TokensLoader")
+    (tmp_path / "index.json").write_bytes(index)
+    manifest = index_dataset(tmp_path)
+    batches = [
+        read_block(manifest, at, schema_of(manifest), ["tokens"])
+        for at in range(manifest.block_count)
+    ]
+    lengths = [len(tokens) for batch in batches for tokens in batch.column("tokens")]
+    assert lengths == sizes
 
 
 def test_documents_of_a_tokens_loader_are_rows() -> None:
