@@ -151,6 +151,7 @@ class LitData:
     """The chunks of one index.json.   Raises:  ConfigError: the parameters are wrong."""
 
     suffixes = (".bin",)
+    index_version = 1  # raised when arrays got the shape of all samples
     needs = "index.json beside the chunks"
 
     def __init__(self, parameters: str) -> None:

@@ -85,6 +85,7 @@ class Mds:
 
     name = "mds"
     suffixes = BY_FORMAT["mds"]
+    index_version = 1  # raised when arrays got the shape of all samples
 
     def first_reads(self, size_bytes: int) -> tuple[Region, ...]:
         """Return the place of the first offsets, or of the whole header of a small shard."""
