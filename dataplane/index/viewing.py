@@ -174,7 +174,8 @@ def with_folder_columns(manifest: Manifest, table: OpenTable | None = None) -> M
     gave; its identity does not. Shards that are joined from several objects have none: their
     objects may lie in several folders.
 
-    Raises:  SchemaMismatch: a folder has not the value that the table says.
+    Raises:  ConfigError: the shards do not have the table's columns.  SchemaMismatch: a folder has
+    not the value that the table says.
     """
     urls = manifest.shards.urls
     is_table = manifest.urls[0].startswith(TABLE_PREFIXES)
@@ -191,6 +192,7 @@ def with_folder_columns(manifest: Manifest, table: OpenTable | None = None) -> M
     if table is None:
         columns, sizes = folder_columns(dict.fromkeys(of_shard), manifest.urls, schema.names)
     else:
+        table.check(_known_nulls(manifest, schema))
         columns = [column for column in table.columns if column.name not in schema.names]
         sizes = checked_sizes(columns, table.values)
     if not columns:
@@ -201,6 +203,16 @@ def with_folder_columns(manifest: Manifest, table: OpenTable | None = None) -> M
         stored_schema=manifest.schema,
         nulls=_with_folder_nulls(manifest, of_shard, [column.name for column in columns]),
     )
+
+
+def _known_nulls(manifest: Manifest, schema: pa.Schema) -> dict[str, int]:
+    """Return how many nulls each column is known to have, 0 for columns of structs."""
+    known = dict.fromkeys(schema.names, 0)
+    if manifest.nulls is not None:
+        for leaf in leaves_of(schema):
+            if len(leaf.row_nodes) == 1:
+                known[leaf.name] = max(int(manifest.nulls.counts[leaf.row_nodes[0]]), 0)
+    return known
 
 
 def _with_folder_nulls(

@@ -6,8 +6,8 @@ nobody changes, and perhaps a snapshot, by number.
 
 1. An opened table has a name that pins the version, and names the same files ever after.
 2. A table whose files alone do not have its rows and columns is refused: with rows that are marked
-   as deleted, with columns that have other names in files than in the table, or with partition
-   values that folders do not have.
+   as deleted, with columns that have other names in files than in the table, with partition values
+   that neither files nor, for Delta, folders have, or with dropped columns that files still have.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import re
 import urllib.parse
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -33,13 +33,31 @@ _PACKAGES = {"delta": "deltalake", "iceberg": "pyiceberg"}
 
 class OpenTable(Struct, frozen=True, eq=False):
     """The files of one version of a table, sorted by url; the name that pins it; and the columns
-    whose values the files' folders have, with each file's values.
+    whose values the files' folders have, with each file's values. The files have no columns but
+    `known`, if there are any, and all those of `most_nulls`, with at most so many nulls.
     """
 
     name: str
     files: Sequence[ObjectInfo]
     columns: Sequence[pa.Field] = ()
     values: Sequence[tuple[str, dict[str, Any]]] = ()
+    known: Sequence[str] = ()
+    most_nulls: Mapping[str, int] = {}
+
+    def check(self, nulls: Mapping[str, int]) -> None:
+        """Check the columns that the files have, whose known numbers of nulls these are.
+
+        Raises:  ConfigError: they are not those of the table.
+        """
+        root = self.name.partition("+")[2]
+        dropped = next((name for name in nulls if self.known and name not in self.known), None)
+        if dropped is not None:
+            way = "write its files again, with the procedure rewrite_data_files"
+            raise _refusal(root, f"has files with the column {dropped!r}, which was dropped", way)
+        for name, most in self.most_nulls.items():
+            if name not in nulls or nulls[name] > most:
+                way = "write it as a new table"
+                raise _refusal(root, f"has files without the partition column {name!r}", way)
 
 
 def open_table(names: Sequence[str], connect: Callable[[str], Store]) -> OpenTable | None:
@@ -137,7 +155,34 @@ def _iceberg(url: str, version: int | None, connect: Callable[[str], Store]) -> 
         raise _refusal(url, "has files of deleted rows", way)
     urls = sorted(normalise(task.file.file_path) for task in tasks)
     folder = folder_of(url).removesuffix("metadata/")
-    return OpenTable(f"iceberg+{url}@{snapshot.snapshot_id}", _listed(folder, urls, connect))
+    is_last = snapshot == table.current_snapshot()
+    schema = table.schema() if is_last else table.scan(snapshot_id=version).projection()
+    return OpenTable(
+        f"iceberg+{url}@{snapshot.snapshot_id}",
+        _listed(folder, urls, connect),
+        known=[column.name for column in schema.fields],
+        most_nulls=_most_nulls(schema, table.specs(), [task.file for task in tasks]),
+    )
+
+
+def _most_nulls(schema: Any, specs: Mapping[int, Any], files: Iterable[Any]) -> dict[str, int]:
+    """Return the number of nulls that each column by whose values files are divided may have."""
+    names = {column.field_id: column.name for column in schema.fields}
+    places = {
+        number: {
+            names[field.source_id]: at
+            for at, field in enumerate(spec.fields)
+            if str(field.transform) == "identity" and field.source_id in names
+        }
+        for number, spec in specs.items()
+    }
+    most = {name: 0 for of_spec in places.values() for name in of_spec}
+    for file in files:
+        at = places[file.spec_id]
+        for name in most:
+            if name not in at or file.partition[at[name]] is None:
+                most[name] += file.record_count
+    return most
 
 
 def _listed(

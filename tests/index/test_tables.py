@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from dataplane_torch import DataLoader
 
@@ -98,6 +99,35 @@ def test_a_loader_reads_a_delta_table_by_its_partitions(delta: Path) -> None:
         assert sorted(batch["id"].tolist()) == [3, 13]
 
 
+def rewrite(table: Path, action: str, **values: object) -> None:
+    """Change the actions of this kind in the first version of a Delta table."""
+    log = table / "_delta_log" / f"{0:020}.json"
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    for line in lines:
+        line.get(action, {}).update(values)
+    log.write_text("\n".join(map(json.dumps, lines)))
+
+
+# The vector of the protocol's description: it marks six of the rows 0 to 29.
+VECTOR = {
+    "storageType": "i",
+    "pathOrInlineDv": "^Bg9^0rr910000000000iXQKl0rr91000f55c8Xg0@@D72lkbi5=-{L",
+    "sizeInBytes": 40,
+    "cardinality": 6,
+}
+
+
+def test_a_delta_table_with_deletion_vectors_is_refused(tmp_path: Path) -> None:
+    deltalake = pytest.importorskip("deltalake")
+    deltalake.write_deltalake(tmp_path, pa.table({"id": range(30)}))
+    features = {"readerFeatures": ["deletionVectors"], "writerFeatures": ["deletionVectors"]}
+    rewrite(tmp_path, "protocol", minReaderVersion=3, minWriterVersion=7, **features)
+    assert len(rows_of(index_dataset(f"delta+{tmp_path}"))) == 30
+    rewrite(tmp_path, "add", deletionVector=VECTOR)
+    with pytest.raises(ConfigError, match="rows that deletion vectors mark as deleted"):
+        index_dataset(f"delta+{tmp_path}")
+
+
 def test_delta_tables_whose_files_are_not_their_rows_are_refused(delta: Path) -> None:
     with pytest.raises(ConfigError, match=r"is a Delta table.* pass 'delta\+"):
         index_dataset(delta)
@@ -107,12 +137,7 @@ def test_delta_tables_whose_files_are_not_their_rows_are_refused(delta: Path) ->
         index_dataset([f"delta+{delta}", f"{delta}/x.parquet"])
     with pytest.raises(ConfigError, match="a node of a service opens no table"):
         UrlPolicy().check_names([f"delta+{delta}"])
-    log = delta / "_delta_log" / f"{0:020}.json"
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    for line in lines:
-        if "metaData" in line:
-            line["metaData"]["configuration"] = {"delta.columnMapping.mode": "name"}
-    log.write_text("\n".join(map(json.dumps, lines)))
+    rewrite(delta, "metaData", configuration={"delta.columnMapping.mode": "name"})
     with pytest.raises(ConfigError, match=r"other names of columns|cannot open"):
         index_dataset(f"delta+{delta}")
 
@@ -160,3 +185,72 @@ def test_iceberg_tables_whose_files_are_not_their_rows_are_refused(iceberg: Any)
         change.rename_column("day", "date")
     with pytest.raises(ConfigError, match="columns that were renamed"):
         index_dataset(f"iceberg+{iceberg.metadata_location}")
+
+
+def test_an_iceberg_table_with_files_of_deletes_is_refused(iceberg: Any) -> None:
+    from pyiceberg import manifest as parts
+
+    class Deletes(parts.ManifestWriterV2):
+        def content(self) -> parts.ManifestContent:
+            return parts.ManifestContent.DELETES
+
+        @property
+        def _meta(self) -> dict[str, str]:
+            return {**super()._meta, "content": "deletes"}
+
+    snapshot, folder = iceberg.current_snapshot(), f"{iceberg.location()}/metadata"
+    number, manifests = snapshot.snapshot_id, snapshot.manifests(iceberg.io)
+    entries = [entry for some in manifests for entry in some.fetch_manifest_entry(iceberg.io)]
+    deletes = parts.DataFile.from_args(
+        content=parts.DataFileContent.POSITION_DELETES, file_path=f"{folder}/d.parquet",
+        file_format=parts.FileFormat.PARQUET, partition=entries[0].data_file.partition, record_count=1,
+        file_size_in_bytes=100,
+    )  # fmt: skip
+    output = iceberg.io.new_output(f"{folder}/d.avro")
+    with Deletes(iceberg.spec(), iceberg.schema(), output, number, "null") as writer:
+        added = parts.ManifestEntryStatus.ADDED
+        writer.add_entry(
+            parts.ManifestEntry.from_args(status=added, snapshot_id=number, data_file=deletes)
+        )
+    output = iceberg.io.new_output(f"{folder}/l.avro")
+    with parts.write_manifest_list(2, output, number, None, 9, "null") as files:
+        files.add_manifests([*manifests, writer.to_manifest_file()])
+    path = Path(iceberg.metadata_location.removeprefix("file://"))
+    metadata = json.loads(path.read_text())
+    metadata["snapshots"][-1] |= {"manifest-list": f"{folder}/l.avro", "sequence-number": 9}
+    path.write_text(json.dumps(metadata | {"last-sequence-number": 9}))
+    with pytest.raises(ConfigError, match="has files of deleted rows"):
+        index_dataset(f"iceberg+{iceberg.metadata_location}")
+
+
+def test_iceberg_tables_whose_files_have_other_columns_are_refused(
+    iceberg: Any, tmp_path: Path
+) -> None:
+    with iceberg.update_schema() as change:
+        change.delete_column("day")
+    with pytest.raises(ConfigError, match="with the column 'day', which was dropped"):
+        index_dataset(f"iceberg+{iceberg.metadata_location}")
+    first = iceberg.snapshots()[0].snapshot_id
+    manifest = index_dataset(f"iceberg+{iceberg.metadata_location}@{first}")
+    assert in_order(rows_of(manifest)) == in_order(ROWS.to_pylist())
+
+
+@pytest.mark.parametrize("also", [False, True])
+def test_iceberg_tables_whose_files_lack_partition_columns_are_refused(
+    iceberg: Any, tmp_path: Path, also: bool
+) -> None:
+    """The values of such columns are in the metadata alone, and in the names of folders."""
+    table = iceberg.catalog.create_table("n.u", schema=ROWS.select(["id", "k"]).schema)
+    with table.update_spec() as spec:
+        spec.add_identity("k")
+    if also:
+        table.append(ROWS.select(["id", "k"]))
+        assert len(rows_of(index_dataset(f"iceberg+{table.metadata_location}"))) == 4
+    file = tmp_path / "k=a" / "a.parquet"
+    file.parent.mkdir()
+    with_k = pa.table({"id": [7], "k": ["a"]})
+    pq.write_table(with_k, file)
+    table.add_files([f"file://{file}"])
+    pq.write_table(with_k.select(["id"]), file)
+    with pytest.raises(ConfigError, match="files without the partition column 'k'"):
+        index_dataset(f"iceberg+{table.metadata_location}")
