@@ -157,6 +157,9 @@ def _iceberg(url: str, version: int | None, connect: Callable[[str], Store]) -> 
     folder = folder_of(url).removesuffix("metadata/")
     is_last = snapshot == table.current_snapshot()
     schema = table.schema() if is_last else table.scan(snapshot_id=version).projection()
+    if any(getattr(column, "initial_default", None) is not None for column in schema.fields):
+        way = "write it as a new table"
+        raise _refusal(url, "has columns with values for files that lack them", way)
     return OpenTable(
         f"iceberg+{url}@{snapshot.snapshot_id}",
         _listed(folder, urls, connect),
