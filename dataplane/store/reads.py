@@ -17,8 +17,8 @@ import hashlib
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from functools import cache, partial
 from typing import Protocol
 
@@ -28,7 +28,7 @@ from dataplane.model.errors import DatasetChangedError, StoreError, TruncatedRea
 from dataplane.model.joined import Joined, head_of
 from dataplane.model.records import ObjectInfo
 from dataplane.store.base import Filling, Store
-from dataplane.store.urls import FILE_PREFIX
+from dataplane.store.urls import FILE_PREFIX, base_of
 
 
 class EndedEarlyError(Exception):
@@ -323,8 +323,12 @@ def fill(store: Store, url: str, offset: int, etag: str, *into: memoryview) -> N
 #    error of a member names the member.
 # 2. The members are read into memory of their own, and then copied: two racing requests for a shard
 #    never write into the same memory.
+# 3. A store that does not answer holds up the reads of no other store: the first stores each have
+#    threads of their own. After a failure, members whose reads have not begun are not read.
 
-_AT_ONCE = 128
+_AT_ONCE, _STORES_MAX = 128, 16
+"""The most reads of members of one store, and the most stores with threads of their own."""
+_LOOK_S = 1.0
 Connect = Callable[[str], Store]
 
 
@@ -334,18 +338,38 @@ def read_joined(connect: Connect, url: str, offset: int, length: int, etag: str)
     start = head[offset : offset + length]
     body[: len(start)] = start
     joined, at, view = Joined.of(url, etag), len(start), memoryview(body)
-    reads: list[Callable[[], None]] = []
-    is_remote = False
+    reads: dict[str, list[Callable[[], None]]] = {}
     for number, skipped, size in joined.parts(len(head), offset, length):
         member, into = joined.members[number], view[at : at + size]
         at += size
-        is_remote = is_remote or not member.url.startswith(FILE_PREFIX)
-        reads.append(partial(_read, connect, member, skipped, into))
-    # Local files are read by one thread. It is another one than this, which may be in a race.
-    groups = [[read] for read in reads] if is_remote or not reads else [reads]
-    for ended in [_threads(os.getpid()).submit(_run, group) for group in groups]:
-        ended.result()
+        read = partial(_read, connect, member, skipped, into)
+        reads.setdefault(base_of(member.url), []).append(read)
+    pools, ends = _pools(os.getpid()), list[Future[None]]()
+    for base, own in reads.items():
+        # Local files are read by one thread. It is another one than this, which may be in a race.
+        groups = [own] if base.startswith(FILE_PREFIX) else [[read] for read in own]
+        ends += [pools.of(base).submit(_run, group) for group in groups]
+    _await(ends)
     return body
+
+
+def _await(ends: Collection[Future[None]]) -> None:
+    """Wait until all members are read, one has failed, or another request has read the shard. Then
+    the others' reads do not begin.
+
+    Raises:  EndedEarlyError.  The error of a member.
+    """
+    race, left = current_race(), set(ends)
+    try:
+        while left:
+            ended, left = wait(left, _LOOK_S, FIRST_EXCEPTION)
+            for end in ended:
+                end.result()
+            if race.is_over:
+                raise EndedEarlyError
+    finally:
+        for end in left:
+            end.cancel()
 
 
 def stream_joined(connect: Connect, url: str, etag: str) -> Iterator[Buffer]:
@@ -365,6 +389,22 @@ def _read(connect: Connect, member: ObjectInfo, skipped: int, into: memoryview) 
     fill(connect(member.url), member.url, skipped, member.etag, into)
 
 
+class _Pools:
+    """The threads that read members, by store; further stores share the last pool. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_store: dict[str, ThreadPoolExecutor] = {}
+
+    def of(self, base: str) -> ThreadPoolExecutor:
+        """Return the threads for the store with this beginning of urls."""
+        with self._lock:
+            name = base if base in self._by_store or len(self._by_store) < _STORES_MAX else ""
+            if name not in self._by_store:
+                self._by_store[name] = ThreadPoolExecutor(_AT_ONCE, "dataplane-member")
+            return self._by_store[name]
+
+
 @cache
-def _threads(_process: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_AT_ONCE, "dataplane-member")
+def _pools(_process: int) -> _Pools:
+    return _Pools()
