@@ -172,7 +172,9 @@ def _note_images(images: Mapping[str, Images], findings: Findings) -> None:
 def _manifests(
     urls: Sequence[str], format_name: str, workers: int, bar: Progress, findings: Findings
 ) -> Iterator[Manifest]:
-    """Yield one manifest per shard, so that a bad shard hides no other; or the saved manifest."""
+    """Yield one manifest per shard, so that a bad shard hides no other; or the saved manifest, or
+    one of a folder of images, whose shards are runs of files.
+    """
     from dataplane.commands.datasets import STORES
     from dataplane.index.indexing import index_dataset
 
@@ -180,6 +182,9 @@ def _manifests(
         yield index_dataset(urls, format_name=format_name, connect=STORES.connect)
         return
     name, shards = _shards(urls, format_name)
+    if name == suffixes.FILES:  # images: the listing alone says what is in each shard
+        yield index_dataset(urls, format_name=name, connect=STORES.connect)
+        return
     task: TaskID = bar.add_task("indexing", total=len(shards), note="")
 
     def indexing(url: str) -> Callable[[], Manifest]:

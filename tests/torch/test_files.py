@@ -19,6 +19,7 @@ from dataplane_torch import CenterCrop, DataLoader
 from pictures import drawn, encoded
 from servers import S3Server, reach
 
+from dataplane.cli import run
 from dataplane.index import files
 from dataplane.index.indexing import index_dataset
 from dataplane.model.errors import (
@@ -217,6 +218,18 @@ def test_damaged_lists_of_files_are_refused(stored: object) -> None:
     etag = f"joined:{base64.b64encode(zlib.compress(plain, 1)).decode()}"
     with pytest.raises(CorruptShard, match="index the dataset again"):
         Joined.of("http://h/b", etag)
+
+
+def test_a_folder_is_verified_in_the_shards_that_training_reads(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, many())
+    assert run(["verify", str(tmp_path / "train")]) == 0
+    assert "OK: 300 samples in 2 blocks of 2 shards" in capfd.readouterr().out
+    good, bad = encoded(drawn(8, 9), "PNG"), b"no image"
+    write(tmp_path / "some", {"a/0.png": good, "a/1.png": bad})
+    assert run(["verify", "--decode", str(tmp_path / "some")]) == 1
+    assert "0.png+1: row 1, column 'image'" in capfd.readouterr().out
 
 
 def labelled(form: str, root: Path, paths: list[str]) -> Path:
