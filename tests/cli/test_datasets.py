@@ -74,16 +74,16 @@ def test_inspect_shows_schema_counts_and_first_samples(shards, capsys):
     assert found["rows"][0]["blob"] == {"bytes": 2, "hex": "ff00"}
 
 
-def test_inspect_says_that_keys_of_folders_are_no_columns(shards, tmp_path, capsys):
+def test_inspect_shows_the_keys_of_folders_as_columns(shards, tmp_path, capsys):
     (tmp_path / "table").mkdir()
     (tmp_path / "table" / "day=1").symlink_to(shards)
-    found = asked(capsys, "inspect", str(tmp_path / "table"), "--rows", "1")
-    assert found["not_supported"] == {"day": "the name of folders day=…, not a column"}
-    assert "day" not in found["schema"]
-    assert run(["inspect", str(tmp_path / "table"), "--rows", "0"]) == 0
-    assert "the name of folders day=…, not a column" in capsys.readouterr().out
-    assert run(["inspect", str(tmp_path / "table"), "--where", "day == 1"]) != 0
-    assert "The shards lie in folders day=…" in capsys.readouterr().err
+    shown = asked(capsys, "inspect", str(tmp_path / "table"), "--rows", "1")
+    assert "day" in shown["schema"]
+    assert shown["rows"][0]["day"] == 1
+    named = str(tmp_path / "table" / "day=1")
+    assert "day" not in asked(capsys, "inspect", named, "--rows", "1")["schema"]
+    assert run(["inspect", named, "--where", "day == 1"]) != 0
+    assert "The folder day=1 was named in full" in capsys.readouterr().err
 
 
 def test_inspect_walks_on_to_the_next_block_for_more_samples(shards, capsys):
