@@ -81,6 +81,7 @@ class FileTable(Files):
     """
 
     suffixes: tuple[str, ...] = ()
+    needs = 'a table, and the name of its column of paths: files="path"'
 
     def __init__(self, parameters: str) -> None:
         self.name = f"{FILES}:{parameters}"
