@@ -2,6 +2,7 @@
 
 python ray_train.py /data/train --workers 8 --storage s3://bucket/run-7 --steps 10000
 
+Beyond loopback, nodes need `--environ DATAPLANE_INSECURE=true`, or the settings of TLS.
 If a worker or a host is lost, Ray starts the workers again (`max_failures`); with `--workers-min`
 on as many as there is room for. Each checkpoint has the loader's state, so that none of the samples
 is lost or repeated, whatever their number.

@@ -2,6 +2,7 @@
 
 python ray_tune.py /data/photos /data/shards --lr 0.1 0.03 0.01 0.003
 
+Beyond loopback, nodes need `--environ DATAPLANE_INSECURE=true`, or the settings of TLS.
 All processors of the cluster convert, so the folder may be larger than a host. Trials whose loaders
 are equal and have one `sharing=` get the same batches; on each host, every image is decoded once.
 """

@@ -71,6 +71,14 @@ def load(training, folder):
         print(f"resumed step={training.step} ranks={dist.get_world_size()}", flush=True)
 
 
+def leave(loader, status):
+    """End at once: SIGKILL may be near, and a normal exit can wait for ever for gloo's threads."""
+    loader.close()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(status)
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("url")
@@ -115,15 +123,10 @@ def main():
             if ends or training.step % given.every == 0 or training.step == given.steps:
                 save(training, given.checkpoints)
             if ends:
-                loader.close()
-                dist.destroy_process_group()
-                # At once: SIGKILL is near, and threads of libraries may hold up a normal exit.
-                sys.stdout.flush()
-                os._exit(TRY_AGAIN)
+                leave(loader, TRY_AGAIN)
             if training.step == given.steps:
                 break
-    loader.close()
-    dist.destroy_process_group()
+    leave(loader, 0)
 
 
 if __name__ == "__main__":
