@@ -115,11 +115,11 @@ class SlabSizes(Struct):
         return max(min(int(rows * self.row_s / piece_s), rows, worker_count), 1)
 
     @property
-    def may_be_long(self) -> bool:
-        """Whether one worker makes a slab alone, for a time that is not known yet: a `collate` may
-        take seconds for a batch, and a slab of eight would keep its worker from other jobs.
+    def is_timed(self) -> bool:
+        """Whether a worker's time for a batch is known. A `collate` may take seconds, so slabs
+        stay one batch long until then: a long one would keep its worker from other jobs.
         """
-        return not self.is_divisible and not self._batch_s
+        return self._batch_s > 0
 
     @property
     def _whole_max(self) -> int:
@@ -319,7 +319,7 @@ class Walk:
         if self.is_aligned:
             ordinal = self.gaps.live(self.position) // (self.global_batch * stride)
             count = min(count, self.sizes.batches - ordinal % self.sizes.batches)
-        if self.is_aligned or self.is_light or not self.sizes.may_be_long:
+        if self.collate is None or self.is_aligned or self.is_light or self.sizes.is_timed:
             self._batch_count = min(self._batch_count * 2, self.sizes.batches)
         return self._plan(StepRange(self._next_step, count))
 

@@ -54,8 +54,9 @@ async def from_store(at: Node, awry: Awry, read: fetches.ReadRange) -> None:
     awry.seen.clear()
     assert await at.end_of(read) is None
     assert at.bytes_at(read.into.offset) == BODY[10 : 10 + LENGTH]
-    # Twice if the neighbour was left alone just after its read was hedged.
-    assert awry.seen in ([asked := ("GET", f"bytes=10-{9 + LENGTH}")], [asked] * 2)
+    # More than once if the neighbour was left alone just after its read was hedged, and on a busy
+    # machine, where the store's own answer may be hedged too.
+    assert set(awry.seen) == {("GET", f"bytes=10-{9 + LENGTH}")}
 
 
 def test_a_neighbours_bytes_arrive_and_the_store_is_not_asked(awry: Awry, etag: str) -> None:

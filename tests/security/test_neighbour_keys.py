@@ -101,7 +101,7 @@ def test_a_secret_that_cannot_be_used_is_fatal_and_not_shown(tmp_path, spoil, wo
 
 def test_a_state_directory_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "state").write_text("a file")
-    with pytest.raises(ConfigError, match=r"secret .* cannot be created.*--state-dir$"):
+    with pytest.raises(ConfigError, match=r"(?m)secret .* cannot be created.*--state-dir$"):
         keys_in(tmp_path / "state" / "neighbours.key")
 
 
