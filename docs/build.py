@@ -171,7 +171,8 @@ def errors_page() -> Iterator[str]:
             yield f"- Attributes: {nouns.rstrip('.')}."
         yield f"- Exit status of `dataplane`: {exit_code(kind(''))}."
         for below in kind.__subclasses__():
-            yield from tree(below)
+            if below.__module__ == errors.__name__:
+                yield from tree(below)
 
     yield from tree(errors.DataplaneError)
 

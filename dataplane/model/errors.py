@@ -91,8 +91,9 @@ class DataplaneError(Exception):
 
     @property
     def page(self) -> str:
-        """The place in the documentation that explains this class of errors."""
-        return f"docs/reference/errors.md#{type(self).__name__.lower()}"
+        """The place in the documentation that explains this class of errors, or its base here."""
+        known = next(kind for kind in type(self).__mro__ if kind.__module__ == __name__)
+        return f"docs/reference/errors.md#{known.__name__.lower()}"
 
     def __getattr__(self, name: str) -> Noun:
         nouns = self.__dict__.get("nouns", {})
