@@ -345,18 +345,20 @@ def _images_of(batch: pa.RecordBatch, url: str, first_row: int) -> Iterator[tupl
     import pyarrow as pa
 
     from dataplane.formats.arrays import BYTES, read_as
+    from dataplane.model.joined import KEY
 
     columns = list(zip(batch.schema.names, batch.columns, strict=True))
+    keys = batch.column(KEY) if KEY in batch.schema.names else None
     for name, array in columns:
         plain = array.storage if isinstance(array, pa.ExtensionArray) else array
         if pa.types.is_struct(plain.type):
             parts = zip(plain.type.fields, plain.flatten(), strict=True)
             columns += [(f"{name}.{part.name}", values) for part, values in parts]
         elif plain.type.id in BYTES:
-            yield name, _decoded(read_as(plain, pa.large_binary()), url, first_row)
+            yield name, _decoded(read_as(plain, pa.large_binary()), url, first_row, keys)
 
 
-def _decoded(values: pa.Array, url: str, first_row: int) -> Images:
+def _decoded(values: pa.Array, url: str, first_row: int, keys: pa.Array | None) -> Images:
     import numpy as np
 
     from dataplane.transforms import pixels
@@ -375,7 +377,8 @@ def _decoded(values: pa.Array, url: str, first_row: int) -> Images:
         except ImageError as error:
             images.undecodable += 1
             if len(images.faults) < UNDECODABLE_MAX:
-                images.faults.append((url, first_row + row, str(error)))
+                named = "" if keys is None else f" (__key__ {keys[row].as_py()!r})"
+                images.faults.append((url, first_row + row, f"{error}{named}"))
         else:
             images.decoded += 1
     return images
@@ -454,7 +457,8 @@ def _report(findings: Findings) -> None:
     if findings.undecodable:
         every = output.counted(findings.images + findings.undecodable, "image")
         console.print(f"{findings.undecodable:,} of {every} cannot be decoded", markup=False)
+    state = "were read" if findings.undecodable else "are undamaged"
     console.print(
         f"[red]{output.counted(len(faults), 'error')}[/] in {output.counted(bad, 'shard')}; "
-        f"{read} ({size}) are undamaged"
+        f"{read} ({size}) {state}"
     )

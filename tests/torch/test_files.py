@@ -229,7 +229,11 @@ def test_a_folder_is_verified_in_the_shards_that_training_reads(
     good, bad = encoded(drawn(8, 9), "PNG"), b"no image"
     write(tmp_path / "some", {"a/0.png": good, "a/1.png": bad})
     assert run(["verify", "--decode", str(tmp_path / "some")]) == 1
-    assert "0.png+1: row 1, column 'image'" in capfd.readouterr().out
+    out = capfd.readouterr().out
+    assert "0.png+1: row 1, column 'image'" in out
+    assert "(__key__ 'a/1.png')" in out
+    assert "2 samples in 1 block (" in out
+    assert "undamaged" not in out
 
 
 def labelled(form: str, root: Path, paths: list[str]) -> Path:
