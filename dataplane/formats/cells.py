@@ -6,8 +6,8 @@ Both begin with the number of samples and the offset of each; a shard ends where
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -16,10 +16,12 @@ from typing_extensions import Buffer
 
 from dataplane.formats.arrays import bytes_column, list_column
 from dataplane.formats.base import Block, RawBlock, ShardReader
-from dataplane.formats.conform import check_rows
+from dataplane.formats.conform import batch_of, check_rows, check_shard
 from dataplane.formats.faults import corrupt, describe, foreign_faults
+from dataplane.formats.joint_types import marked_arrays
 from dataplane.formats.npy import as_rows
 from dataplane.formats.source import BLOCK_BYTES, PROBE_BYTES, ByteSource, Inflated, Window
+from dataplane.formats.unsupported import marked
 from dataplane.model.errors import SchemaMismatch
 from dataplane.model.records import Region
 
@@ -31,7 +33,7 @@ _EMPTY_LISTS_MAX = 1 << 16
 
 
 def source_of(shard: ShardReader, *, compressed: bool) -> ByteSource:
-    """Return the (inflated) bytes of a shard, of which often only the first are read."""
+    """Return a shard's bytes, inflated as they are read: often only the first are needed."""
     return Inflated(shard, _pieces(shard)) if compressed else Window(shard)
 
 
@@ -332,7 +334,54 @@ def apart(places: NDArray[np.uint32]) -> list[int]:
     return starts
 
 
-def checked_column(url: str, offset: int, name: str, make: Callable[[], pa.Array]) -> pa.Array:
-    """Make a column; report damaged values.   Raises:  CorruptShard."""
-    with foreign_faults(url, offset, f"column {name!r} is damaged"):
-        return make()
+class Stored(Protocol):
+    """A column of a shard; `type` unless that is seen in samples, and why it cannot be read."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def type(self) -> pa.DataType: ...
+
+    @property
+    def refused(self) -> str: ...
+
+    def array(self, cells: Cells, kind: pa.DataType, url: str) -> pa.Array:
+        """Return the column's values; `kind` is its type in the dataset."""
+
+
+def schema_of(
+    stored: Sequence[Stored], varying: Collection[int], kinds: Mapping[int, pa.DataType]
+) -> pa.Schema:
+    """Return the schema of a shard; the types of its `varying` columns, by number, are in `kinds`,
+    unless it has no samples.
+    """
+    types = [
+        (column.name, kinds.get(at, pa.null()) if at in varying else column.type)
+        for at, column in enumerate(stored)
+    ]
+    refused = {column.name: column.refused for column in stored if column.refused}
+    schema = marked(pa.schema(types), refused)
+    return marked_arrays(schema, [stored[at].name for at in varying])
+
+
+def decoded_batch(
+    stored: Sequence[Stored],
+    cells: Sequence[Cells],
+    block: RawBlock,
+    schema: pa.Schema,
+    columns: Sequence[str],
+) -> pa.RecordBatch:
+    """Return the values of a block's columns.
+
+    Raises:  CorruptShard: a value is damaged.   SchemaMismatch: the shard has other columns.
+    """
+    arrays = {}
+    for column, own in zip(stored, cells, strict=True):
+        name = column.name
+        if name in columns and name in schema.names:
+            with foreign_faults(block.url, block.place.offset, f"column {name!r} is damaged"):
+                arrays[name] = column.array(own, schema.field(name).type, block.url)
+    kinds = [(c.name, arrays[c.name].type if c.name in arrays else pa.null()) for c in stored]
+    check_shard(pa.schema(kinds), schema, columns, block.url)
+    return batch_of(arrays, schema, columns, block)

@@ -38,7 +38,7 @@ from dataplane.formats.cells import (
     array_kinds,
     blocks_of,
     cells_of,
-    checked_column,
+    decoded_batch,
     fixed_column,
     is_ascending,
     lists_column,
@@ -46,12 +46,12 @@ from dataplane.formats.cells import (
     refuse_mixed,
     runs_in,
     samples_of,
+    schema_of,
     source_of,
     text_column,
 )
-from dataplane.formats.conform import batch_of, check_rows, check_shard
+from dataplane.formats.conform import check_rows
 from dataplane.formats.faults import corrupt, foreign_faults, require_bytes
-from dataplane.formats.joint_types import marked_arrays
 from dataplane.formats.nulls import node_count
 from dataplane.formats.source import (
     BLOCK_BYTES,
@@ -64,7 +64,6 @@ from dataplane.formats.source import (
     holds_compressed,
     is_compressed,
 )
-from dataplane.formats.unsupported import marked
 from dataplane.model.errors import ConfigError
 from dataplane.model.records import Region
 from dataplane.plan.columns import NEVER
@@ -199,13 +198,7 @@ class LitData:
                 else:
                     runs = self._framed_runs(shard, offsets, frames)
                 kinds = array_kinds(runs, varying)
-        types = [
-            (value.name, kinds.get(at, pa.null()) if value.has_header else value.type)
-            for at, value in enumerate(self._values)
-        ]
-        refused = {value.name: value.refused for value in self._values if value.refused}
-        schema = marked(pa.schema(types), refused)
-        schema = marked_arrays(schema, [self._values[at].name for at in varying])
+        schema = schema_of(self._values, varying, kinds)
         return ShardIndex(schema, blocks, Region(0, start), False, [NEVER] * node_count(schema))
 
     def _framed_runs(
@@ -255,15 +248,7 @@ class LitData:
             cells = [Cells(body, starts[:-1], np.diff(starts))]
         else:
             cells = cells_of(url, body, places, base, self._sizes)
-        arrays = {}
-        for value, own in zip(self._values, cells, strict=True):
-            if value.name in columns and value.name in schema.names:
-                make = functools.partial(value.array, own, schema.field(value.name).type, url)
-                arrays[value.name] = checked_column(url, block.place.offset, value.name, make)
-        types = {value.name: pa.null() for value in self._values}
-        types |= {name: column.type for name, column in arrays.items()}
-        check_shard(pa.schema(list(types.items())), schema, columns, url)
-        return batch_of(arrays, schema, columns, block)
+        return decoded_batch(self._values, cells, block, schema, columns)
 
     def rows_apart(self, block: RawBlock) -> Sequence[int] | None:
         """Return where the samples of a block begin in its bytes, and its end; None if they are

@@ -35,19 +35,18 @@ from dataplane.formats.cells import (
     array_kinds,
     blocks_of,
     cells_of,
-    checked_column,
+    decoded_batch,
     fixed_column,
     lists_column,
     offsets_in,
     refuse_mixed,
     runs_in,
     samples_of,
+    schema_of,
     source_of,
     text_column,
 )
-from dataplane.formats.conform import batch_of, check_shard
 from dataplane.formats.faults import corrupt, require_bytes
-from dataplane.formats.joint_types import marked_arrays
 from dataplane.formats.nulls import node_count
 from dataplane.formats.source import (
     PROBE_BYTES,
@@ -56,7 +55,6 @@ from dataplane.formats.source import (
     holds_compressed,
     is_compressed,
 )
-from dataplane.formats.unsupported import marked
 from dataplane.model.records import Region
 from dataplane.plan.columns import NEVER
 
@@ -113,15 +111,9 @@ class Mds:
             except (ValueError, LookupError) as fault:
                 what = f"an array of {[columns[at].name for at in ragged]} is damaged ({fault})"
                 raise corrupt(url, start, what) from fault
-        types = {
-            column.name: kinds.get(at, pa.null()) if column.is_ragged else column.type
-            for at, column in enumerate(columns)
-        }
-        refused = {column.name: column.refused for column in columns if column.refused}
-        schema = marked(pa.schema(list(types.items())), refused)
-        schema = marked_arrays(schema, [columns[at].name for at in ragged])
+        schema = schema_of(columns, ragged, kinds)
         growth = 1 + 4 * any(pa.types.is_list(kind) and pa.types.is_list(kind.value_type)
-                             for kind in types.values())  # fmt: skip
+                             for kind in schema.types)  # fmt: skip
 
         def decoded(rows: int, length: int) -> int:
             return growth * length + rows * 8 * len(columns) + 64
@@ -141,14 +133,7 @@ class Mds:
         places = samples_of(offsets, block, compressed=compressed)
         body = source.view(source.base, source.length)
         cells = cells_of(url, body, places, source.base, [column.size for column in stored])
-        arrays = {}
-        for column, own in zip(stored, cells, strict=True):
-            if column.name in columns and column.name in schema.names:
-                make = functools.partial(column.array, own, schema.field(column.name).type, url)
-                arrays[column.name] = checked_column(url, block.place.offset, column.name, make)
-        kinds = [(c.name, arrays[c.name].type if c.name in arrays else pa.null()) for c in stored]
-        check_shard(pa.schema(kinds), schema, columns, url)
-        return batch_of(arrays, schema, columns, block)
+        return decoded_batch(stored, cells, block, schema, columns)
 
     def rows_apart(self, block: RawBlock) -> Sequence[int] | None:
         """Return where the samples of a block begin in its bytes, and its end; None if they are
