@@ -39,6 +39,7 @@ from dataplane.index.journal import publish
 from dataplane.index.viewing import canonical_view, viewed, with_view
 from dataplane.model.config import NodeConfig
 from dataplane.model.errors import ConfigError, DatasetChangedError
+from dataplane.model.joined import KEY
 from dataplane.model.records import Region, View
 from dataplane.node.dataset import StoredRows, stored_rows
 from dataplane.plan.manifest import Manifest
@@ -476,7 +477,7 @@ def _tar(table: pa.Table, url: str) -> bytes:
 
     Raises:  ConfigError: the rows would not be read back.
     """
-    names = [name for name in table.column_names if name != tar.KEY]
+    names = [name for name in table.column_names if name != KEY]
     odd = next((name for name in names if name != name.lower() or {"/", "\0"} & {*name}), None)
     if odd is not None:
         raise ConfigError(
@@ -487,8 +488,8 @@ def _tar(table: pa.Table, url: str) -> bytes:
     _check_images(table, names)
     stem = url.rpartition("/")[2].partition(".")[0].removeprefix("part-")
     keys = [f"{stem}-{row:07d}" for row in range(table.num_rows)]
-    if tar.KEY in table.column_names:
-        keys = _tar_keys(table.column(tar.KEY).to_pylist(), has_images="image" in names)
+    if KEY in table.column_names:
+        keys = _tar_keys(table.column(KEY).to_pylist(), has_images="image" in names)
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w") as archive:
         for key, row in zip(keys, table.select(names).to_pylist(), strict=True):
@@ -497,7 +498,7 @@ def _tar(table: pa.Table, url: str) -> bytes:
                 raise ConfigError(
                     f"the row with the key {key!r} has only nulls, and a tar has no files for it: "
                     "write Parquet, or leave such rows out with --where",
-                    field=tar.KEY,
+                    field=KEY,
                 )
             for name, value in values.items():
                 body = _as_file(name, value)
@@ -539,7 +540,7 @@ def _tar_keys(values: Iterable[object], *, has_images: bool) -> list[str]:
             raise ConfigError(
                 f"{value!r:.200} cannot be a key of a tar ({why}): write Parquet, make other keys "
                 "in a map, or leave __key__ out with --columns, which numbers the rows",
-                field=tar.KEY,
+                field=KEY,
             )
         keys[key] = None
     return [*keys]

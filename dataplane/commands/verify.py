@@ -361,6 +361,7 @@ def _images_of(batch: pa.RecordBatch, url: str, first_row: int) -> Iterator[tupl
 def _decoded(values: pa.Array, url: str, first_row: int, keys: pa.Array | None) -> Images:
     import numpy as np
 
+    from dataplane.model.joined import KEY
     from dataplane.transforms import pixels
     from dataplane.transforms.view import PixelView
 
@@ -377,7 +378,7 @@ def _decoded(values: pa.Array, url: str, first_row: int, keys: pa.Array | None) 
         except ImageError as error:
             images.undecodable += 1
             if len(images.faults) < UNDECODABLE_MAX:
-                named = "" if keys is None else f" (__key__ {keys[row].as_py()!r})"
+                named = "" if keys is None else f" ({KEY} {keys[row].as_py()!r})"
                 images.faults.append((url, first_row + row, f"{error}{named}"))
         else:
             images.decoded += 1

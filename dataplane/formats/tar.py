@@ -42,6 +42,7 @@ from dataplane.formats.source import (
 )
 from dataplane.formats.tarheader import TarMember, members
 from dataplane.model.errors import SchemaMismatch
+from dataplane.model.joined import KEY
 from dataplane.model.records import Region
 from dataplane.plan.columns import NEVER
 
@@ -280,7 +281,6 @@ class FieldReader:
         )
 
 
-KEY = "__key__"
 INTEGERS = frozenset({"cls", "cls2", "index", "inx", "id"})
 TEXTS = frozenset({"txt", "text", "transcript", "json", "jsn"})
 ROW_BYTES = 128

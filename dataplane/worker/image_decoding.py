@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from dataplane.formats.tar import KEY
 from dataplane.model.errors import ImageError
+from dataplane.model.joined import KEY
 from dataplane.model.records import ColumnSpec, Kind
 from dataplane.rpc.tasks import Origin, Render
 from dataplane.transforms import draws, pixels, restart_indexes
