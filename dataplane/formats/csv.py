@@ -5,8 +5,7 @@ The first record names the columns; one without a name is `Unnamed: 0`, by its n
 is text, as it is written: a table says nothing about types, and a guess from its first lines would
 change with the shards. An empty field is null, and `""` an empty text. Fields are separated by
 commas, in .tsv by tabs. A field with a separator, a newline or a quote stands in quotes, in which
-quotes are doubled. Lines without anything are skipped, also before
-the names.
+quotes are doubled. Empty lines are skipped, also before the names.
 
 Source:  RFC 4180
 """

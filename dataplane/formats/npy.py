@@ -95,7 +95,7 @@ class Npy:
 def fixed_blocks(
     rows: int, row_bytes: int, start: int, decoded_row_bytes: int
 ) -> tuple[Block, ...]:
-    """Cut rows of equal size, the first of which begins at `start`, into blocks of about 4 MiB."""
+    """Cut rows of equal size into blocks of about 4 MiB; the first row begins at `start`."""
     step = max(1, BLOCK_BYTES // row_bytes)
     counts = [min(step, rows - first) for first in range(0, rows, step)]
     return tuple(

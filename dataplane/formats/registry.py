@@ -37,8 +37,8 @@ _AS_DATASET = "pass a torch Dataset that reads it as the first argument"
 _BY_ENDING: Final[dict[tuple[str, ...], tuple[str, str]]] = {
     (".gif", ".bmp", ".tif", ".tiff", ".avif", ".heic", ".jxl", ".jp2", ".ppm"): (
         "an image",
-        ("convert them to JPEG, PNG or WebP, of which folders are read as they are; or pack them "
-        "into tar files of a few hundred MB (name.gif beside name.cls)"),
+        ("convert them to JPEG, PNG or WebP, and folders of them are read as they are; or pack "
+        "them into tar files of a few hundred MB (name.gif beside name.cls)"),
     ),
     (".mds.br", ".mds.bz2", ".mds.snappy"): (
         "one of MosaicML's MDS files in an unsupported compression", "use zstd, gzip or none"

@@ -1,9 +1,9 @@
 """Several objects that are read as one shard.
 
 Such a shard has no object of its own. Its bytes are a head and then the bytes of its members, one
-after the other. The head is the shard's etag, which lists the members: names, sizes and etags. So
-whoever has the url and the etag of the shard can read it (`store/reads.py`), a manifest
-needs no further table, and equal etags mean equal bytes, as for any shard.
+after the other. The head is the shard's etag, which lists the members: names, sizes and etags. The
+shard's url and etag are therefore enough to read it (`store/reads.py`): a manifest needs no further
+table, and equal etags mean equal bytes, as for any shard.
 
 Invariants:
 1. An etag is compressed, and names members relative to the shard's url: a file takes 10 to 45 bytes

@@ -146,7 +146,7 @@ class NodePlaces:
         task.add_done_callback(partial(self._told, job_id))
 
     async def close(self) -> None:
-        """Wait for all leaves, each of which ends by itself. When a node stops, its other
+        """Wait for all leaves, which end by themselves. When a node stops, its other
         members keep their places, and rejoin through another node.
         """
         self._closed = True

@@ -65,7 +65,7 @@ def _first_epoch(
 ) -> tuple[JobSpec, list[Manifest], int]:
     """Return the spec, the manifests and the epoch that give the ordinary order over what is left.
     For a mixture, this is epoch 0, which begins with the first pass over each source, so that one
-    pass has all that is left of the source; sources of which nothing is left get share 0.
+    pass has all that is left of the source; a source with nothing left gets share 0.
     """
     parts = [
         manifest if manifest.left is None else manifest.left.manifest for manifest in manifests
