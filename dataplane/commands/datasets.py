@@ -10,9 +10,11 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from msgspec import structs
 from rich.markup import escape
 from rich.progress import TaskID
@@ -23,7 +25,8 @@ from dataplane.formats.arrays import decoded
 from dataplane.index.indexing import Connect, IndexProgress, Progress, open_manifest
 from dataplane.index.viewing import viewed
 from dataplane.model.config import NodeConfig
-from dataplane.model.records import View
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import Kind, View
 from dataplane.model.redact import hub_parts
 from dataplane.node.dataset import StoredRows, stored_rows
 from dataplane.pack import raw_block
@@ -34,6 +37,7 @@ from dataplane.rpc.messages import DatasetSource
 from dataplane.store.connect import Stores
 from dataplane.store.outage import Outage, Outages
 from dataplane.store.reads import etag_of_size
+from dataplane.transforms.columns import plan_columns
 from dataplane.transforms.row_filter import BlockRows, RowFilter, reads_columns
 
 # -- stores ------------------------------------------------------------------------------------
@@ -319,3 +323,35 @@ _TIMES: Mapping[Callable[[pa.DataType], bool], Callable[[int, pa.DataType], str]
     pa.types.is_time: _time_of_day,
     pa.types.is_duration: _duration,
 }
+
+
+def column_facts(name: str, column: pa.ChunkedArray) -> dict[str, Any]:
+    """Return the type of a column, its dtype and shape in a batch, and figures about its values."""
+    facts: dict[str, Any] = {"column": name, "stored": str(column.type), "dtype": "", "shape": ""}
+    try:
+        specs = plan_columns(pa.schema([pa.field(name, column.type)])).specs
+        facts["dtype"] = ", ".join(spec.dtype or spec.kind.value for spec in specs)
+        facts["shape"] = ", ".join(
+            str(list(spec.shape)) if spec.kind is Kind.FIXED else spec.kind.value for spec in specs
+        )
+    except ConfigError:
+        facts["dtype"] = "not in batches"
+    facts |= {"nulls": column.null_count, "min": None, "max": None, "mean": None}
+    values = column
+    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+        values, facts["of"] = pc.list_value_length(column), "lengths"
+    elif pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+        values, facts["of"] = pc.utf8_length(column), "characters"
+    elif pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type):
+        values, facts["of"] = pc.binary_length(column), "bytes"
+    else:
+        facts["of"] = "values"
+    if pa.types.is_integer(values.type) or pa.types.is_floating(values.type):
+        if pa.types.is_float16(values.type):  # Arrow has no figures of it
+            values = values.cast(pa.float32())
+        low, high = pc.min_max(values).values()
+        (facts["min"],), (facts["max"],), (facts["mean"],) = (
+            shown(pa.array([figure.as_py()], figure.type))
+            for figure in (low, high, pc.mean(values))
+        )
+    return facts

@@ -8,12 +8,14 @@ tensors as well would take about 10 us more per batch.
 from __future__ import annotations
 
 import ast
+import inspect
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dataplane.base.units import meant
 from dataplane.client.session import Session
 from dataplane.client.statistics import Bound, FirstBatch, Stage, Statistics
 from dataplane.client.stream import SlabStream
@@ -441,28 +443,30 @@ def _calls(steps: str, option: str) -> Sequence[ast.expr]:
     try:
         return ast.parse(f"[{steps}]", mode="eval").body.elts  # type: ignore[attr-defined, no-any-return]
     except SyntaxError as error:
-        raise _unreadable(option) from error
+        raise _unreadable(option, "it is not COLUMN=STEP(…), STEP(…)") from error
 
 
 def _step(call: ast.expr, option: str) -> Transform:
     known: Mapping[str, Any] = {kind.name: kind.step for kind in registry.STEPS}
     name = call.func if isinstance(call, ast.Call) else call
-    if not isinstance(name, ast.Name) or name.id not in known:
-        raise _unreadable(option)
-    positional: list[Any] = []
-    named: dict[str, Any] = {}
+    if not isinstance(name, ast.Name):
+        raise _unreadable(option, f"{ast.unparse(call)} is not a step")
+    if name.id not in known:
+        raise _unreadable(option, f"there is no step {name.id!r}{meant(name.id, known)}")
+    given = call if isinstance(call, ast.Call) else ast.Call(name, [], [])
     try:
-        if isinstance(call, ast.Call):
-            positional = [ast.literal_eval(value) for value in call.args]
-            named = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+        positional = [ast.literal_eval(value) for value in given.args]
+        named = {str(word.arg): ast.literal_eval(word.value) for word in given.keywords}
         made: Transform = known[name.id](*positional, **named)
     except (TypeError, ValueError) as error:
-        raise _unreadable(option) from error
+        takes = ", ".join(inspect.signature(known[name.id]).parameters)
+        raise _unreadable(option, f"{ast.unparse(call)} is not {name.id}({takes})") from error
     return made
 
 
-def _unreadable(option: str) -> ConfigError:
+def _unreadable(option: str, why: str) -> ConfigError:
+    end = "" if why.endswith("?") else "."
     return ConfigError(
-        f"--transform {option!r} is not COLUMN=STEP(…), STEP(…): {_EXAMPLE}; steps are {_STEPS}",
+        f"--transform {option!r}: {why}{end} Write it as in {_EXAMPLE}; steps are {_STEPS}",
         allowed=_STEPS,
     )

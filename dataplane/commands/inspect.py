@@ -69,9 +69,12 @@ def inspect(
     """
     from dataplane.commands.datasets import facts, opened, schema_of
     from dataplane.formats.unsupported import unsupported
+    from dataplane.index.viewing import said_of_folders
     from dataplane.settings import node_config
 
     manifest = opened(urls, format_name, workers, node_config(settings), view)
+    if said := said_of_folders(manifest.whole or manifest):
+        output.warn(said)
     schema = schema_of(manifest)
     refused = {field.name: why for field in schema if (why := unsupported(field))}
     rows = first_rows(manifest, row_count, view)

@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, Any
 import click
 from msgspec.structs import replace
 
+from dataplane.base.units import meant
 from dataplane.commands import output
 from dataplane.commands.inspect import short
 from dataplane.commands.options import Settings, interruptible
 from dataplane.commands.replay import may_map, step_rows, values_of
 from dataplane.commands.traced import COUNT, is_a_ledger, names_urls, traced, traced_options
 from dataplane.model.errors import ConfigError, ImageError
+from dataplane.model.joined import KEY
 from dataplane.model.redact import redacted
+from dataplane.plan.shards import named
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,13 +31,13 @@ if TYPE_CHECKING:
     from dataplane.model.records import ImageSpec
     from dataplane.plan.tombstones import StepRows
 
-_PREFIX = "dataplane."
+_PREFIX, _PLACE = "dataplane.", ("position", "dp_rank", "source", "shard", "row")
 _GLOBAL_BATCH = 32
 _READ_MAX, _SHOWN_MAX, _TEXT_MAX, _TOKENS_MAX, _COLUMNS_MAX = 256, 32, 400, 12, 64
 """The largest number of samples that are read, and of those that are shown; of characters of a
 text, tokens of a document, and columns.
 """
-_WIDE = 30
+_WIDE, _VALUES_MAX = 30, 2
 _IMAGE_COLUMNS_MAX, _IMAGE_BYTES_MAX, _SIDE = 4, 32 << 20, 224
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'"
 _STYLE = """
@@ -110,6 +113,8 @@ def look_at_step(
         view.read_packs()
     else:
         view.read(may_map(settings, job), options["workers"])
+    for note in view.notes:
+        output.warn(note)
     if as_json:
         output.write_json(view.facts())
         if out is None:
@@ -158,7 +163,7 @@ class _Look:
 
     def read(self, is_mapped: bool, workers: int) -> None:
         """Read the samples, and make the facts of columns and images."""
-        from dataplane.commands.datasets import shown
+        from dataplane.commands.datasets import column_facts, shown
 
         table = values_of(self._job, self.rows, None, workers, is_mapped=is_mapped)
         own = [name for name in table.column_names if not name.startswith(_PREFIX)]
@@ -166,7 +171,7 @@ class _Look:
             self.notes.append(f"{_COLUMNS_MAX} of {len(own)} columns are shown")
             own = own[:_COLUMNS_MAX]
         images = {spec.column: spec for spec in self._job.spec.transforms}
-        self.columns = [_facts_of(name, table.column(name)) for name in own]
+        self.columns = [column_facts(name, table.column(name)) for name in own]
         self._shoot(table, images)
         drawn = {shot["column"] for shot in self.shots}
         place = [name for name in table.column_names if name.startswith(_PREFIX)]
@@ -177,15 +182,17 @@ class _Look:
             {name.removeprefix(_PREFIX): value for name, value in zip(names, row, strict=True)}
             for row in zip(*cells, strict=True)
         ]
+        self._name_shots()
 
     def read_packs(self) -> None:
         """Read the documents of the first packs."""
+        from dataplane.commands.datasets import column_facts
         from dataplane.commands.documents import replayed_documents
 
         rows = _first(self.rows, _SHOWN_MAX)
         table = replayed_documents(self._job, rows, self._epoch, None, _PREFIX)
         own = [name for name in table.column_names if not name.startswith(_PREFIX)]
-        self.columns = [_facts_of(name, table.column(name)) for name in own]
+        self.columns = [column_facts(name, table.column(name)) for name in own]
         lengths = [
             0 if source.view.pack is None else source.view.pack.length
             for source in self._job.sources
@@ -213,6 +220,7 @@ class _Look:
             "samples": self.samples,
             "packs": self.packs,
             "images": images,
+            "notes": self.notes,
         }
 
     def _sources(self) -> dict[str, int]:
@@ -233,16 +241,16 @@ class _Look:
             names = [
                 name
                 for name in _bytes_columns(table)
-                if (first := next((v for v in _bytes_of(table, name) if v), None)) is not None
-                and _size_of(first) is not None
+                if any(v and _size_of(v) is not None for v in _bytes_of(table, name))
             ]
         for name in names[:_IMAGE_COLUMNS_MAX]:
             try:
                 encoded = _bytes_of(table, name)
             except KeyError:
-                known = ", ".join(_bytes_columns(table)) or "none"
+                known = _bytes_columns(table)
                 raise ConfigError(
-                    f"transforms of column {name!r}: columns of bytes are {known}",
+                    f"transforms of column {name!r}: there is no such column{meant(name, known)} "
+                    f"(columns of bytes are {', '.join(known) or 'none'})",
                     field="transforms",
                 ) from None
             except pa.ArrowInvalid as error:
@@ -256,6 +264,19 @@ class _Look:
                     self.notes.append(f"{at} images of {name} are shown, the larger ones are not")
                     break
                 self.shots.append(self._shot(name, at, value, images.get(name)))
+
+    def _name_shots(self) -> None:
+        """Say of which sample each image is, and which images cannot be decoded."""
+        for column in dict.fromkeys(shot["column"] for shot in self.shots):
+            shots = [shot for shot in self.shots if shot["column"] == column]
+            for shot, sample in zip(shots, self.samples, strict=False):
+                own = {k: v for k, v in sample.items() if k not in {*_PLACE, KEY}}
+                known = [f"{k} {_cut(v)}" for k, v in own.items() if isinstance(v, str | int)]
+                name = sample.get(KEY) or f"{sample['shard']}:{sample['row']}"
+                shot |= {"sample": name, "values": ", ".join(known[:_VALUES_MAX])}
+            if bad := [shot["sample"] for shot in shots if shot.get("error", "null") != "null"]:
+                count = output.counted(len(shots), "image")
+                self.notes.append(f"{len(bad)} of {count} of {column} are damaged: {named(bad)}")
 
     def _shot(
         self, name: str, at: int, encoded: bytes | None, spec: ImageSpec | None
@@ -408,7 +429,8 @@ def _image_parts(shots: Sequence[dict[str, Any]]) -> Iterator[str]:
             if "crop" in shot["drawings"]:
                 yield f'<img alt="{_text(title)}, as it comes" src="{shot["drawings"]["crop"]}">'
             yield "</div>"
-        words = [title, f"{shot['height']} x {shot['width']}" if "height" in shot else ""]
+        words = [title, shot["sample"], shot["values"]]
+        words.append(f"{shot['height']} x {shot['width']}" if "height" in shot else "")
         if "box" in shot:
             flipped = ", flipped" if shot["is_flipped"] else ""
             words.append(f"{shot['dtype']} {shot['shape']}{flipped}")
@@ -455,45 +477,6 @@ def _pack_parts(packs: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 # -- values ------------------------------------------------------------------------------------
-
-
-def _facts_of(name: str, column: pa.ChunkedArray) -> dict[str, Any]:
-    """Return the type of a column, its dtype and shape in a batch, and figures about its values."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    from dataplane.commands.datasets import shown
-    from dataplane.model.records import Kind
-    from dataplane.transforms.columns import plan_columns
-
-    facts: dict[str, Any] = {"column": name, "stored": str(column.type), "dtype": "", "shape": ""}
-    try:
-        specs = plan_columns(pa.schema([pa.field(name, column.type)])).specs
-        facts["dtype"] = ", ".join(spec.dtype or spec.kind.value for spec in specs)
-        facts["shape"] = ", ".join(
-            str(list(spec.shape)) if spec.kind is Kind.FIXED else spec.kind.value for spec in specs
-        )
-    except ConfigError:
-        facts["dtype"] = "not in batches"
-    facts |= {"nulls": column.null_count, "min": None, "max": None, "mean": None}
-    values = column
-    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
-        values, facts["of"] = pc.list_value_length(column), "lengths"
-    elif pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
-        values, facts["of"] = pc.utf8_length(column), "characters"
-    elif pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type):
-        values, facts["of"] = pc.binary_length(column), "bytes"
-    else:
-        facts["of"] = "values"
-    if pa.types.is_integer(values.type) or pa.types.is_floating(values.type):
-        if pa.types.is_float16(values.type):  # Arrow has no figures of it
-            values = values.cast(pa.float32())
-        low, high = pc.min_max(values).values()
-        (facts["min"],), (facts["max"],), (facts["mean"],) = (
-            shown(pa.array([figure.as_py()], figure.type))
-            for figure in (low, high, pc.mean(values))
-        )
-    return facts
 
 
 def _bytes_columns(table: pa.Table) -> list[str]:

@@ -26,7 +26,7 @@ from dataplane.commands.options import (
     view_options,
     workers_option,
 )
-from dataplane.model.errors import ConfigError, DatasetChangedError
+from dataplane.model.errors import ConfigError, DatasetChangedError, PeerLost
 from dataplane.model.ledger import MARK, PLACE_MAX, Ledger, SourceUrls
 from dataplane.model.records import End, View
 from dataplane.model.redact import redacted
@@ -287,7 +287,11 @@ def traced(settings: Settings, options: Mapping[str, Any]) -> Traced:
     elif names_urls(target):
         return _of_urls(settings, options)
     elif len(target) == 1:
-        ledger = live_ledger(settings, target[0])
+        try:
+            ledger = live_ledger(settings, target[0])
+        except PeerLost as error:
+            said = f"no file or folder is named {target[0]}, and to find a job of this name"
+            raise PeerLost(f"{said}, a coordinator is needed: {error}", **error.nouns) from error
     else:
         raise ConfigError(f"{' '.join(target)}: give the urls of one dataset, a ledger, or a job")
     if ledger.spec.stages and "global_batch" in given:  # allowed, for former stages

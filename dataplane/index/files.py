@@ -23,6 +23,8 @@ from dataplane.index.run import Connect, IndexShard, StoredShard
 from dataplane.model.errors import ConfigError, CorruptShard, ShardNotFound
 from dataplane.model.joined import IMAGE, LABEL, ROWS, Joined, runs, without_query
 from dataplane.model.records import ObjectInfo
+from dataplane.plan.manifest import Manifest
+from dataplane.plan.shards import named
 from dataplane.store.urls import (
     FILE_PREFIX,
     base_of,
@@ -55,6 +57,34 @@ def joined_shards(
             shards.append(joined.listed(f"{name}-{known[name]}" if known[name] else name))
             known[name] += 1
     return shards, {LABEL: pa.array(sorted(labels), pa.large_string())}
+
+
+def said_of_strays(manifest: Manifest) -> str:
+    """Return the advice about images beside folders of classes, which are a class of their own; ""
+    if there are none. Lists of files are read only if a label has the name of a root.
+    """
+    labels = {*manifest.categories.get(LABEL, pa.array([], pa.string())).to_pylist()}
+    roots = {root for root in _roots(manifest.urls) if _name_of(root) in labels}
+    strays: dict[str, list[str]] = {}
+    with_folders = set[str]()
+    for shard in manifest.shards if roots and len(labels) > 1 else ():
+        joined = Joined.of(shard.url, shard.etag)
+        for key in joined.keys() if joined.root in roots else ():
+            if "/" in key:
+                with_folders.add(joined.root)
+            else:
+                strays.setdefault(joined.root, []).append(key)
+    for root in with_folders.intersection(strays):
+        return (
+            f"images that lie beside the folders in {root} form a class of their own, with the "
+            f"label {_name_of(root)!r}: {named(strays[root])}. Move them into "
+            f"the folder of their class, or leave them out by the pattern {root}*/**"
+        )
+    return ""
+
+
+def _name_of(root: str) -> str:
+    return root.rstrip("/").rpartition("/")[2]
 
 
 def _roots(names: Iterable[str]) -> set[str]:

@@ -23,6 +23,7 @@ from dataplane.formats.folders import (
 )
 from dataplane.formats.unsupported import refuse_differing
 from dataplane.index.counting import CountRows, counted, shares_counted, view_name
+from dataplane.index.files import said_of_strays
 from dataplane.index.journal import SealedFiles
 from dataplane.index.processes import IndexProcesses
 from dataplane.index.projection import Projection
@@ -234,6 +235,8 @@ def _with_folder_nulls(
 
 def said_of_folders(manifest: Manifest) -> str:
     """Return the advice to give when the dataset is opened; "" if there is none."""
+    if manifest.format == FILES:
+        return said_of_strays(manifest)
     urls = manifest.shards.urls
     if b"-of-" not in urls.content.data.tobytes():
         return ""

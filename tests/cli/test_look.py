@@ -106,10 +106,38 @@ def test_a_ledger_of_packs_shows_documents_and_the_shares_of_sources(
     assert "short: " in page
 
 
+def test_damaged_images_are_counted_and_images_have_the_names_of_their_files(capsys) -> None:
+    whole = encoded(drawn(90, 120, seed=1))
+    for name, content in {"cat/0": b"no", "cat/1": whole, "dog/2": whole[:900]}.items():
+        Path(f"photos/{name}.jpg").parent.mkdir(parents=True, exist_ok=True)
+        Path(f"photos/{name}.jpg").write_bytes(content)
+    assert run(["look", "photos", "--no-shuffle", "-o", "page.html"]) == 0
+    said = "2 of 3 images of image are damaged: cat/0.jpg, dog/2.jpg"
+    assert capsys.readouterr().err == f"warning: {said}\n"
+    page = Path("page.html").read_text()
+    assert said in page
+    assert "image at position 1; cat/1.jpg; label cat; 90 x 120<" in page
+
+
+_STEPS = (
+    ' Write it as in --transform "jpg=RandomResizedCrop(224), RandomHorizontalFlip()"; steps are '
+    "CenterCrop, Normalize, RandomHorizontalFlip, RandomResizedCrop, Resize, ToDtype, ToLayout"
+)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--transform", "jpg=CenterCrop(8)"), "columns of bytes are none"),
+        (
+            ("--transform", "x=CentreCrop(8)"),
+            "there is no step 'CentreCrop'; did you mean 'CenterCrop'?" + _STEPS,
+        ),
+        (("--transform", "x=CenterCrop()"), "CenterCrop() is not CenterCrop(size)." + _STEPS),
+        (("--transform", "x=8"), "--transform 'x=8': 8 is not a step." + _STEPS),
+        (
+            ("--transform", "jpg=CenterCrop(8)"),
+            "column 'jpg': there is no such column (columns of bytes are none)",
+        ),
         (("--step", "9"), "there are no steps"),
         (("-o", "no/such.html"), "give another file with -o"),
         (("--dp-rank", "1"), "ranks run from 0 to 0"),

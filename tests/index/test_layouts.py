@@ -389,6 +389,29 @@ def test_several_series_of_shards_in_one_folder_are_named(tmp_path: Path, name: 
     assert bool(said) == bool(patterns)
 
 
+@pytest.mark.parametrize(
+    ("files", "pattern", "strays"),
+    [
+        ("a/1.jpg b/2.jpg x.jpg y.jpg", "", "x.jpg, y.jpg"),
+        ("a/1.jpg b/2.jpg x.jpg", "**/*.jpg", "x.jpg"),
+        ("a/1.jpg b/2.jpg x.jpg", "*/**", ""),
+        ("1.jpg 2.jpg", "", ""),
+        ("photos/1.jpg a/2.jpg", "", ""),  # a class with the name of the folder
+    ],
+)
+def test_images_beside_the_folders_of_classes_are_named(
+    tmp_path: Path, files: str, pattern: str, strays: str
+) -> None:
+    put(tmp_path, {f"photos/{name}": b"image" for name in files.split()})
+    url = f"file://{tmp_path}/photos/"
+    assert said_of_folders(index_dataset(f"{url}{pattern}")) == (
+        strays
+        and f"images that lie beside the folders in {url} form a class of their own, with the label"
+        f" 'photos': {strays}. Move them into the folder of their class, or leave them out by the"
+        f" pattern {url}*/**"
+    )
+
+
 @pytest.mark.parametrize("target", ["nowhere", "a.parquet/b", "loop"])
 def test_a_link_that_leads_nowhere_counts_only_if_it_has_the_name_of_a_shard(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, target: str
