@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from scheduler_run import Run
 
 _NAMES = ("a", "b", "c", "d", "e")
-_PAUSE_S, _PAUSE_S_MAX, _LATE_MAX = 0.25, 10.0, 3
+_PAUSE_S, _PAUSE_S_MAX = 0.25, 10.0
 
 
 def is_elsewhere(scheduler: Scheduler, task: SlabTask) -> bool:
@@ -76,7 +76,6 @@ class Makers:
         self._given_up: set[int] = set()
         self._until: dict[str, float] = {}
         self._streak: Counter[str] = Counter()
-        self._late: Counter[str] = Counter()
         self._ends: dict[int, str] = {}
         self._seen: dict[int, KnownMaker] = {}
         self.made = self.failed = 0
@@ -154,17 +153,15 @@ class Makers:
     ) -> events.SlabAssembled:
         chance, number = self._run.chance, effect.number
         gone = max(self._gone[effect.maker], 0.9 * (number in self._given_up))
-        if chance.random() < gone * (self._gone[effect.hedge] if effect.hedge else 1.0):
+        if chance.random() < gone:
             into[:] = bytes(len(into))
             self.failed += 1
             return events.SlabAssembled(number, NeighbourGone(f"{effect.maker} is gone"), 0.0)
         if chance.random() < self.broken:
-            return events.SlabAssembled(number, StoreDenied("damaged"), 0.0, made_by=effect.maker)
-        is_late = effect.hedge and chance.random() < 0.1 + gone
-        made_by = effect.hedge if is_late else chance.choice([effect.maker, ""])
+            return events.SlabAssembled(number, StoreDenied("damaged"), 0.0)
         result = self._write(effect, into, stream_id)
         self.made += 1
-        return events.SlabAssembled(number, result, 0.0, is_kept=False, made_by=made_by)
+        return events.SlabAssembled(number, result, 0.0, is_kept=False)
 
     def _write(
         self, effect: events.MakeElsewhere, into: memoryview, stream_id: int
@@ -195,11 +192,9 @@ class Makers:
         task = run.scheduler._tasks._assembling[effect.number]
         assert elsewhere.is_short, "elsewhere 3"
         assert self.are_all or task.delivery.group is None, "elsewhere 3"
-        asked = (effect.maker, effect.hedge) if effect.hedge else (effect.maker,)
-        assert effect.maker != effect.hedge, "elsewhere 1"
-        for name in asked:
-            assert name in names, "a node is asked that makes no slabs of it"
-            assert run.now >= self._until.get(name, 0.0), "elsewhere 2: asked before its pause ends"
+        assert effect.maker in names, "a node is asked that makes no slabs of it"
+        pause_end = self._until.get(effect.maker, 0.0)
+        assert run.now >= pause_end, "elsewhere 2: asked before its pause ends"
         others = [one for one in self._orders.values() if one.maker == effect.maker]
         assert not (self._streak[effect.maker] and others), "elsewhere 2: not one slab at a time"
         assert effect.slot_bytes == run.layout.slot_bytes
@@ -236,7 +231,7 @@ class Makers:
         if isinstance(event, events.DeliveryClosed):
             self._names.pop(event.delivery_id, None)
         for name in {*_NAMES} - {*elsewhere._makers}:
-            self._streak[name] = self._late[name] = 0  # it was forgotten
+            self._streak[name] = 0  # it was forgotten
         batches, told = Counter[int](), Counter[int]()
         for stream in scheduler._streams:
             for task in stream.tasks:
@@ -290,13 +285,8 @@ class Makers:
         name, result = order.maker, event.result
         if isinstance(result, NeighbourGone):
             self._pause(name)
-        elif event.made_by not in {"", name}:
-            self._late[name] += 1
-            if self._late[name] == _LATE_MAX:
-                self._late[name] = 0
-                self._pause(name)
         elif isinstance(result, tasks.Assembled) and result.batch_count:
-            self._streak[name] = self._late[name] = 0
+            self._streak[name] = 0
 
     def _pause(self, name: str) -> None:
         now = self._run.now

@@ -151,7 +151,7 @@ class Node:
                 if maker.patience_s and at > self.now + maker.patience_s:
                     self.made[effect.maker] -= effect.steps.count
                     at, result = self.now + maker.patience_s, NeighbourGone("working", working=1)
-                ended = events.SlabAssembled(effect.number, result, 0.0, made_by=effect.maker)
+                ended = events.SlabAssembled(effect.number, result, 0.0)
                 self._asked[effect.number] = effect
                 self._later(at, ended)
             case events.AssembleSlab():

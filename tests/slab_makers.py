@@ -14,7 +14,6 @@ from lender import ASKER, GENERATION, JOB, LENDER, LendingNode
 from lender_bench import frame
 
 from dataplane.arena.memfd import Arena
-from dataplane.fetcher.slabs import RULE
 from dataplane.model.config import PeerTls
 from dataplane.model.records import Region
 from dataplane.neighbours import handshake, wire
@@ -91,24 +90,22 @@ class Reader(Node):
     def order(
         self,
         maker: fetches.SlabMaker,
-        hedge: fetches.SlabMaker | None = None,
         slot: int = 0,
         length: int = SLOT_BYTES,
         arena_id: int = READ,
     ) -> fetches.ReadSlab:
         into = Region(slot * SLOT_BYTES, length)
-        return fetches.ReadSlab(0, maker, hedge, REQUEST, OPENING, arena_id, into)
+        return fetches.ReadSlab(0, maker, REQUEST, OPENING, arena_id, into)
 
     async def slab(
         self,
         maker: fetches.SlabMaker,
-        hedge: fetches.SlabMaker | None = None,
         slot: int = 0,
         length: int = SLOT_BYTES,
     ) -> fetches.SlabRead:
         """The slab, also if the machine is too busy for a handshake in time."""
         while True:
-            end = await self.end_of_slab(self.order(maker, hedge, slot, length))
+            end = await self.end_of_slab(self.order(maker, slot, length))
             if end.error is None or "did not answer in time" not in str(end.error):
                 return end
 
@@ -125,11 +122,6 @@ class Reader(Node):
 
     def slot_bytes(self, slot: int = 0, length: int = SLOT_BYTES) -> bytes:
         return bytes(self.slots.view(slot * SLOT_BYTES, length))
-
-    async def know_how_long_slabs_take(self, maker: fetches.SlabMaker) -> None:
-        """A slab is then late after a fraction of a second."""
-        for _ in range(RULE.reads_min):
-            assert (await self.slab(maker)).error is None
 
     def close(self) -> None:
         self.fetchers.close()

@@ -3,8 +3,8 @@
 Stores answer a few requests in a hundred very late; a batch waits for the last of its blocks.
 
 Invariants:
-1. At most `share` of all bytes are requested twice.
-2. A read is late only in comparison with at least `reads_min` recent ones of its size.
+1. At most `HEDGED_SHARE` of all bytes are requested twice.
+2. A read is late only in comparison with at least `READS_MIN` recent ones of its size.
 
 Source: J. Dean and L. A. Barroso, "The Tail at Scale", CACM 56(2), 2013.
 """
@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-
-from msgspec import Struct
 
 HEDGED_SHARE = 0.02
 READS_MIN = 50
@@ -25,20 +23,10 @@ LATE_S_MIN = 0.05
 _RECENT = 256
 
 
-class HedgingRule(Struct, frozen=True):
-    """The parameters: when a read is late, and how many bytes may be requested twice."""
-
-    share: float = HEDGED_SHARE
-    reads_min: int = READS_MIN
-    late_factor: float = LATE_FACTOR
-    late_s_min: float = LATE_S_MIN
-
-
 class Hedging:
     """The times of recent reads by size, and the budget."""
 
-    def __init__(self, rule: HedgingRule = HedgingRule()) -> None:  # noqa: B008 - rules are frozen
-        self._rule = rule
+    def __init__(self) -> None:
         self._recent: dict[int, deque[float]] = {}
         self._late_s: dict[int, float] = {}
         self._read_bytes = 0
@@ -54,17 +42,17 @@ class Hedging:
     def late_s(self, length: int) -> float:
         """Return the time after which a read of this length is late; infinite if unknown."""
         size = length.bit_length()
-        found = self._late_s.get(size)
-        if found is None:
-            recent, rule = sorted(self._recent.get(size, ())), self._rule
-            is_known = len(recent) >= rule.reads_min
-            late_s = rule.late_factor * recent[len(recent) * 95 // 100] if is_known else math.inf
-            found = self._late_s[size] = max(late_s, rule.late_s_min)
-        return found
+        late_s = self._late_s.get(size)
+        if late_s is None:
+            recent = sorted(self._recent.get(size, ()))
+            is_known = len(recent) >= READS_MIN
+            late_s = LATE_FACTOR * recent[len(recent) * 95 // 100] if is_known else math.inf
+            late_s = self._late_s[size] = max(late_s, LATE_S_MIN)
+        return late_s
 
     def spend(self, length: int) -> bool:
         """Whether this many bytes may be requested twice; if so, charge them to the budget."""
-        if self._hedged_bytes + length > self._rule.share * self._read_bytes:
+        if self._hedged_bytes + length > HEDGED_SHARE * self._read_bytes:
             return False
         self._hedged_bytes += length
         return True

@@ -198,7 +198,6 @@ class Reads:
                 looked = now
                 tell_suppressed()
                 self._look()
-                self._slabs.look(now)
                 self._disk.look()
             if is_asked:
                 said, descriptors = local.receive(self._sock, fetches.ToFetcher)

@@ -395,7 +395,6 @@ class Delegating:
         order = fetches.ReadSlab(
             0,
             maker,
-            known.makers.get(effect.hedge),
             encode(wanted),
             encode(replace(wanted, opening=opening)),
             effect.delivery_id,
@@ -426,11 +425,7 @@ class Delegating:
         result = _result(effect, known.delivery.column_count, read)
         self._made(known.delivery, result)
         started = time.monotonic() - read.took_s
-        self._tell(
-            events.SlabAssembled(
-                effect.number, result, started, is_kept=False, made_by=read.node_id
-            )
-        )
+        self._tell(events.SlabAssembled(effect.number, result, started, is_kept=False))
 
 
 def _result(
@@ -444,10 +439,10 @@ def _result(
             _check(effect, column_count, read.length, body)
             return body
     except ConfigError as error:
-        return NeighbourGone(f"the node {read.node_id} sent what is no slab: {error}")
+        return NeighbourGone(f"the node {effect.maker} sent what is no slab: {error}")
     if isinstance(body, DataplaneError):
         return body
-    return NeighbourGone(f"the node {read.node_id} answered with {type(body).__name__}")
+    return NeighbourGone(f"the node {effect.maker} answered with {type(body).__name__}")
 
 
 def _check(

@@ -248,13 +248,10 @@ class SlabMaker(Message, frozen=True):
 
 
 class ReadSlab(Message, frozen=True):
-    """Have a maker make a slab, and read the slab into an arena. If the maker is late, `hedge` gets
-    the same request, and the first complete answer is used.
-    """
+    """Have a maker make a slab, and read the slab into an arena."""
 
     number: Unsigned  # chosen by the node, never reused
     maker: SlabMaker
-    hedge: SlabMaker | None  # absent: there is no other maker
     request: bytes  # an encoded MakeSlab, without `opening`
     request_opening: bytes  # the same with `opening`
     arena_id: Unsigned  # an arena of AttachDelivery
@@ -262,22 +259,21 @@ class ReadSlab(Message, frozen=True):
 
 
 class EndSlab(Message, frozen=True):
-    """End a ReadSlab whose makers do not answer: the slab will be made elsewhere."""
+    """End a ReadSlab whose maker does not answer: the slab will be made elsewhere."""
 
     number: Unsigned
 
 
 class SlabRead(Message, frozen=True):
-    """The end of a ReadSlab: its memory is no longer written. The maker `node_id` has sent a slab
-    of `length` bytes, and a note.
+    """The end of a ReadSlab: its memory is no longer written. The maker has sent a slab of `length`
+    bytes, and a note.
     """
 
     number: Unsigned
-    error: DataplaneError | None = None  # NeighbourGone: no maker has sent the slab
+    error: DataplaneError | None = None  # NeighbourGone: the maker has not sent the slab
     note: bytes = b""  # an encoded Assembled
     length: Unsigned = 0  # of the slab
     took_s: float = 0.0
-    node_id: str = ""  # of the maker that sent the slab
     cpu_s: float = 0.0  # processor time of the fetcher since its start
 
 

@@ -11,7 +11,7 @@ Invariants:
 3. A node without workers has every slab made elsewhere. Other nodes do this only while they are
    short of workers, and only for slabs that are not shared with other consumers.
 4. However many makers there are, few are considered for one dp_rank, and different ones for each.
-5. A maker that stays silent for long is given up only if others can make the task.
+5. A slab that is late is given up, and made by another maker; never if no other can make it.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ AT_ONCE_MAX = 8
 _LOOKED_AT_MAX = 64
 """The most makers that are examined to find these: some may be left alone now."""
 _AT_WORK = 0.9
-SILENT_S = 3.0
-"""The least time after which a maker is silent: a slab from time to time is late, and is hedged
-long before that."""
+SILENT_S, LOST_S = 1.0, 3.0
+"""The least time after which a maker is silent, and after which a slab of a maker that sends others
+is lost."""
 FIRST_S = 20.0
 """The time after which a maker is silent while it is unknown how long slabs take: the first slab
 may wait for many blocks."""
-_SILENT_FACTOR = 4.0
-"""A maker is silent after this many times the usual time for a slab."""
+_LATE_FACTOR = 4.0
+"""A slab is late after this many times the usual time."""
 
 
 class _Makers(Struct):
@@ -165,7 +165,6 @@ class Elsewhere:
         assert maker is not None
         assert maker.name
         task.stamps.wanted = task.stamps.wanted or self._time.now
-        hedge = self._soonest([one for one in self._usable(task) if one is not maker], task)
         maker.asked += len(task.plan.batches)
         self._asked[task.number] = task
         coming = _coming(task)
@@ -182,7 +181,6 @@ class Elsewhere:
             slab,
             task.delivery.slots.layout.slot_bytes,
             maker.name,
-            hedge.name,
         )
 
     def ended(self, task: SlabTask, event: SlabAssembled) -> bool:
@@ -198,9 +196,6 @@ class Elsewhere:
         if isinstance(result, NeighbourGone):
             if not result.working:
                 self._failed(task, maker, str(result))
-        elif event.made_by not in {"", maker.name}:
-            maker.was_late(now)
-            self.leave(task)  # if the slab was cut, it is unknown who has the rest
         elif isinstance(result, tasks.Assembled) and result.batch_count:
             stamps = task.stamps
             # `is_slow`: the node's own workers waited for the slab's blocks rather than for a slot.
@@ -212,13 +207,12 @@ class Elsewhere:
         return isinstance(result, NeighbourGone)
 
     def given_up(self) -> Iterator[GiveUpSlab]:
-        """Yield the tasks whose makers are silent, and which another maker can make."""
+        """Yield the tasks that are late, and which another maker can make."""
         for task in self._asked.values():
             assert task.maker is not None
             known = (self._own, *itertools.islice(self._of(task).values(), _LOOKED_AT_MAX))
             usual_s = min((one.seconds for one in known if one.seconds), default=0.0)
-            is_late = _is_silent(task.maker, task, usual_s, self._time.now)
-            if is_late and self._has_another(task):
+            if _is_late(task.maker, task, usual_s, self._time.now) and self._has_another(task):
                 yield GiveUpSlab(task.number)
 
     def _has_another(self, task: SlabTask) -> bool:
@@ -297,10 +291,15 @@ def _steps(task: SlabTask) -> StepRange:
     return StepRange(task.plan.batches[0].step, len(task.plan.batches))
 
 
-def _is_silent(maker: KnownMaker, task: SlabTask, usual_s: float, now: float) -> bool:
-    """Whether a maker is silent: it has finished no slab for much longer than a slab takes, while
-    it had the request for this one. Other makers take `usual_s` for a batch, 0 if unknown.
+def _is_late(maker: KnownMaker, task: SlabTask, usual_s: float, now: float) -> bool:
+    """Whether a maker has finished no slab for much longer than one takes, while it had the request
+    for this one, or all slabs that were requested from it should be here long since. Other makers
+    take `usual_s` for a batch, 0 if unknown.
     """
-    slab_s = (maker.seconds or usual_s) * len(task.plan.batches)
-    limit_s = max(SILENT_S, _SILENT_FACTOR * slab_s) if slab_s else FIRST_S
-    return now - max(maker.since, task.stamps.slotted) >= limit_s
+    asked_for_s, batch_s = now - task.stamps.slotted, maker.seconds or usual_s
+    if not batch_s:
+        return asked_for_s >= FIRST_S
+    silent_s = min(now - maker.since, asked_for_s)
+    slab_s = _LATE_FACTOR * batch_s * len(task.plan.batches)
+    is_silent = silent_s >= max(SILENT_S, slab_s)
+    return is_silent or asked_for_s >= max(LOST_S, _LATE_FACTOR * batch_s * maker.asked)

@@ -230,16 +230,14 @@ class BlockDecoded(Struct, frozen=True):
 
 class SlabAssembled(Struct, frozen=True):
     """The end of an AssembleSlab, a CopyKept or a MakeElsewhere. `is_kept`: the copy in `keep`, if
-    one was requested, was written too. `made_by` is the maker that made the slab. NeighbourGone: no
-    maker has sent the slab, so it must be made again. `worker_s` is the total time of the node's
-    own workers.
+    one was requested, was written too. NeighbourGone: the slab must be made again. `worker_s` is
+    the total time of the node's own workers.
     """
 
     number: int
     result: ResultBody
     started: float
     is_kept: bool = True
-    made_by: str = ""
     worker_s: float = 0.0
 
 
@@ -369,8 +367,7 @@ class AssembleSlab(Struct, frozen=True):
 
 class MakeElsewhere(Struct, frozen=True):
     """Have a maker make the slab of these steps, and read it into this part of the delivery arena.
-    If the slab is late, have the maker `hedge`, unless empty, make it too. The maker will be asked
-    for the steps `coming` next.
+    The maker will be asked for the steps `coming` next.
     """
 
     number: int
@@ -381,7 +378,6 @@ class MakeElsewhere(Struct, frozen=True):
     slab: Region
     slot_bytes: int
     maker: str
-    hedge: str = ""
 
 
 class ExcerptRows(Struct, frozen=True):

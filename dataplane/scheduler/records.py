@@ -155,9 +155,6 @@ for. Otherwise, the rest of a slab that was cut would have to take the slot of a
 which would have to be made again.
 """
 _PAUSE_S, _PAUSE_S_MAX = 0.25, 10.0
-_LATE_MAX = 3
-"""After another maker was faster this many times in a row, the maker that was asked first is left
-alone."""
 _WEIGHT = 0.25
 """The weight of the newest slab in the average time that a maker takes for a batch."""
 _SLOWER_MOST = 8.0
@@ -185,7 +182,6 @@ class KnownMaker(Struct, eq=False):
     since: float = 0.0
     """When the maker last finished a slab, or got work after having none."""
     failures: int = 0
-    late_count: int = 0
     left_alone_until: float = 0.0
     has_made: bool = False
     why: str = ""
@@ -220,7 +216,7 @@ class KnownMaker(Struct, eq=False):
             least = min(self.seconds, took * _FASTER)
             self.seconds = max(self.seconds * _EARLIER, least)
         self.since = now
-        self.failures, self.late_count, self.why = 0, 0, ""
+        self.failures, self.why = 0, ""
 
     def expected_s(self, usual_s: float, now: float) -> float:
         """Return the seconds that the next batch should take. A slow maker is tried again later."""
@@ -244,13 +240,6 @@ class KnownMaker(Struct, eq=False):
             self.failures += 1
             pause_s = min(_PAUSE_S * 2.0 ** min(self.failures - 1, 16), _PAUSE_S_MAX)
             self.left_alone_until = now + pause_s
-
-    def was_late(self, now: float) -> None:
-        """Note that another maker got the same request, and was faster."""
-        self.late_count += 1
-        if self.late_count >= _LATE_MAX:
-            self.late_count = 0
-            self.failed(now, "it was much slower than others")
 
 
 class SlabTask(Struct, eq=False):

@@ -78,18 +78,18 @@ class Delegated:
         assert delivery is self.delivery
         self.made.append(result)
 
-    def make(self, maker: str = "maker", hedge: str = "") -> None:
+    def make(self, maker: str = "maker") -> None:
         steps, coming = lending.StepRange(4, 2), (lending.StepRange(8, 2),)
         self.delegating.make(
             events.MakeElsewhere(
-                7, self.delivery.delivery_id, AT, steps, coming, Region(0, ROOM), 8192, maker, hedge
+                7, self.delivery.delivery_id, AT, steps, coming, Region(0, ROOM), 8192, maker
             )
         )
 
     def answer(self, note: bytes, length: int = 100, **more: Any) -> tasks.ResultBody:
         self.make()
         _, report = self.reads.orders.pop()
-        report(fetches.SlabRead(1, note=note, length=length, node_id="maker", **more))
+        report(fetches.SlabRead(1, note=note, length=length, **more))
         told = self.told.pop()
         assert isinstance(told, events.SlabAssembled)
         assert told.number == 7
@@ -121,9 +121,9 @@ def test_a_maker_is_told_all_that_a_slab_depends_on(delegated: Delegated) -> Non
     assert delegated.told == [
         events.MakersKnown(delegated.delivery.delivery_id, ("maker", "other"))
     ]
-    delegated.make(hedge="other")
+    delegated.make()
     ((order, _),) = delegated.reads.orders
-    assert (order.maker, order.hedge) == (MAKER, OTHER)
+    assert order.maker == MAKER
     asked = decode(lending.MakeSlab, order.request)
     assert asked == lending.MakeSlab(
         DIGEST, AT, lending.StepRange(4, 2), 8192, "", (lending.StepRange(8, 2),)

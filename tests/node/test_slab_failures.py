@@ -69,7 +69,7 @@ def test_a_maker_that_breaks_the_rules_writes_nothing_beyond_the_room(
             at.slots.reserve(0, SLOTS * SLOT_BYTES)
             at.slots.buffer[:] = b"-" * len(at.slots.buffer)
             with false_maker(behave) as false:
-                end = await at.end_of_slab(at.order(false, None, 1, SLOT_BYTES // 2 - 100))
+                end = await at.end_of_slab(at.order(false, 1, SLOT_BYTES // 2 - 100))
             assert type(end.error) is NeighbourGone
             assert end.error.peer == "false"
             assert why in str(end.error)
@@ -83,119 +83,45 @@ def test_a_maker_that_breaks_the_rules_writes_nothing_beyond_the_room(
     asyncio.run(play())
 
 
-def test_a_maker_that_stops_is_overtaken_and_writes_nothing_after_that() -> None:
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_slab_that_is_given_up_ends_at_once_and_is_not_written(is_stopped: bool) -> None:
     async def play() -> None:
-        async with reader() as at, makers(2) as (stopped, other):
-            await at.know_how_long_slabs_take(stopped.maker())
-            stopped.answer = lambda _: None
-            read = asyncio.ensure_future(at.slab(stopped.maker(), other.maker(node_id="node-1")))
-            asked = len(stopped.asked)
-            await stopped.until(lambda: len(stopped.asked) > asked)
-            stopped.give_slab(stopped.asked[-1])
-            # It is stopped while it sends, or just before or after.
-            os.kill(stopped.lending.pid, signal.SIGSTOP)
-            end = await read
-            assert end.error is None
-            assert at.slot_bytes() in (bytes(stopped.made.buffer), bytes(other.made.buffer))
-            reads = [at.slab(stopped.maker(), other.maker(), slot) for slot in range(SLOTS)]
-            for slot, end in enumerate(await asyncio.gather(*reads)):
-                assert (end.error, end.note) == (None, other.note)
-                assert at.slot_bytes(slot) == bytes(other.made.buffer)
-            stopped.answer = stopped.give_slab
-            given = len(stopped.given)
-            os.kill(stopped.lending.pid, signal.SIGCONT)
-            await stopped.until(lambda: len(stopped.given) > given or not stopped.lending.pid)
-            assert (await at.slab(stopped.maker(), slot=3)).note == stopped.note
-            for slot in range(3):
-                assert at.slot_bytes(slot) == bytes(other.made.buffer)
-            assert len({read.number for read in at.reads}) == len(at.reads)
-
-    asyncio.run(play())
-
-
-def test_a_stall_in_the_middle_is_overtaken() -> None:
-    async def play() -> None:
-        async with reader() as at, makers() as (honest,):
-            await at.know_how_long_slabs_take(honest.maker())
-            with false_maker(_answers(SLOT_BYTES, sent=SLOT_BYTES - 1)) as false:
-                end = await at.slab(false, honest.maker())
-            assert (end.error, end.note, end.length) == (None, honest.note, SLOT_BYTES)
-            assert at.slot_bytes() == bytes(honest.made.buffer)
-
-    asyncio.run(play())
-
-
-def test_if_the_first_maker_fails_the_second_one_counts_and_if_both_fail_the_first() -> None:
-    async def play() -> None:
-        async with reader() as at, makers(2) as (first, second):
-            await at.know_how_long_slabs_take(first.maker())
-            for maker in (first, second):
-                maker.answer = lambda _: None
-            for is_given in (True, False):
-                asked = len(second.asked)
-                read = asyncio.ensure_future(at.slab(first.maker(), second.maker()))
-                await second.until(lambda asked=asked: len(second.asked) > asked)
-                first.lending.refuse(first.asked[-1].number)
-                if is_given:
-                    await second.until(lambda: first.asked)
-                    second.give_slab(second.asked[-1])
-                    end = await read
-                    assert (end.error, end.note) == (None, second.note)
-                    assert at.slot_bytes() == bytes(second.made.buffer)
-                else:
-                    second.lending.refuse(second.asked[-1].number)
-                    end = await read
-                    assert type(end.error) is NeighbourGone
-                    assert "refused" in str(end.error)
-                    assert first.address in str(end.error)
-
-    asyncio.run(play())
-
-
-@pytest.mark.parametrize("is_hedged", [False, True])
-def test_a_slab_that_is_given_up_ends_at_once_and_is_not_written(is_hedged: bool) -> None:
-    async def play() -> None:
-        async with reader() as at, makers(2) as (first, second):
-            await at.know_how_long_slabs_take(first.maker())
-            for maker in (first, second):
-                maker.answer = lambda _: None
-            hedge = second.maker() if is_hedged else None
-            order, asked = at.order(first.maker(), hedge), len(first.asked)
-            read = asyncio.ensure_future(at.end_of_slab(order))
-            await first.until(lambda: len(first.asked) > asked)
-            if is_hedged:
-                await second.until(lambda: second.asked)
+        async with reader() as at, makers() as (maker,):
+            assert (await at.slab(maker.maker())).error is None
+            maker.answer = lambda _: None
+            asked = len(maker.asked)
+            read = asyncio.ensure_future(at.end_of_slab(at.order(maker.maker())))
+            await maker.until(lambda: len(maker.asked) > asked)
+            if is_stopped:
+                os.kill(maker.lending.pid, signal.SIGSTOP)
             before = at.slot_bytes()
             at.fetchers.end_slab(at.numbers[-1])
             end = await read
             assert isinstance(end.error, NeighbourGone)
             assert end.error.peer == "node-1"
             assert "has sent no slab for" in str(end.error)
-            first.give_slab(first.asked[-1])
-            await first.until(lambda: len(first.given) == len(first.asked))
+            maker.give_slab(maker.asked[-1])
+            if is_stopped:
+                os.kill(maker.lending.pid, signal.SIGCONT)
+            await maker.until(lambda: len(maker.given) == len(maker.asked))
             assert at.slot_bytes() == before
             at.fetchers.end_slab(at.numbers[-1])  # it has ended
-            first.answer = first.give_slab
-            assert (await at.slab(first.maker())).error is None
+            maker.answer = maker.give_slab
+            assert (await at.slab(maker.maker())).error is None
 
     asyncio.run(play())
 
 
-def test_a_slow_first_maker_may_still_win() -> None:
+def test_a_slab_is_given_up_in_the_middle_of_its_bytes() -> None:
     async def play() -> None:
-        async with reader() as at, makers(2) as (first, second):
-            await at.know_how_long_slabs_take(first.maker())
-            for maker in (first, second):
-                maker.answer = lambda _: None
-            read = asyncio.ensure_future(at.slab(first.maker(), second.maker()))
-            await second.until(lambda: second.asked)
-            first.give_slab(first.asked[-1])
-            end = await read
-            assert (end.error, end.note) == (None, first.note)
-            second.give_slab(second.asked[-1])  # nobody waits for it any more
-            await second.until(lambda: second.given)
-            assert at.slot_bytes() == bytes(first.made.buffer)
-            assert second.lending.lent_bytes == 0
+        async with reader() as at, makers() as (honest,):
+            assert (await at.slab(honest.maker())).error is None
+            at.slots.buffer[:SLOT_BYTES] = b"-" * SLOT_BYTES
+            with false_maker(_answers(SLOT_BYTES, sent=SLOT_BYTES - 1)) as false:
+                read = asyncio.ensure_future(at.end_of_slab(at.order(false)))
+                await at.until(lambda: at.slot_bytes()[SLOT_BYTES // 2] == ord("x"))
+                at.fetchers.end_slab(at.numbers[-1])
+                assert isinstance((await read).error, NeighbourGone)
 
     asyncio.run(play())
 

@@ -56,9 +56,11 @@ class History:
 
     async def read(self, slot: int) -> None:
         while not self.is_over:
-            first, second = self.chance.sample(self.nodes, 2)
-            hedge = second.maker() if self.chance.random() < 0.8 else None
-            end = await self.at.slab(first.maker(), hedge, slot)
+            read = asyncio.ensure_future(self.at.slab(self.chance.choice(self.nodes).maker(), slot))
+            if self.chance.random() < 0.3:
+                await asyncio.sleep(self.chance.uniform(0, 0.5))
+                self.at.fetchers.end_slab(self.at.numbers[-1])
+            end = await read
             if end.error is not None:
                 continue
             number, length = map(int, end.note.split())

@@ -16,6 +16,7 @@ from dataplane.scheduler.elsewhere import (
     CALM_LOOKS,
     COMING_MAX,
     HUNGRY_LOOKS,
+    LOST_S,
     SILENT_S,
     Elsewhere,
 )
@@ -196,19 +197,6 @@ def test_a_maker_that_fails_is_left_alone_longer_each_time_until_it_answers() ->
     assert maker.left_alone_until == now + 0.25
 
 
-def test_a_maker_that_is_late_three_times_in_a_row_is_left_alone() -> None:
-    maker = KnownMaker("a")
-    for _ in range(2):
-        maker.was_late(1.0)
-    maker.ended(BATCHES, 1.0, 0.1)
-    for _ in range(2):
-        maker.was_late(2.0)
-        assert maker.may_be_asked(2.0)
-    maker.was_late(2.0)
-    assert not maker.may_be_asked(2.0)
-    assert "slower" in maker.why
-
-
 def _looks(elsewhere: Elsewhere, workers: Autoscaler, *looks: Utilization) -> Autoscaler:
     for look in looks:
         workers = workers.after(look)
@@ -271,7 +259,8 @@ def _stop(node: Node, name: str) -> None:
     """From now on it sends nothing."""
     node.makers[name].seconds = node.makers[name].free_at = 1e9
     node.makers[name].made.clear()
-    node._due = [each for each in node._due if getattr(each[2], "made_by", "") != name]
+    numbers = {number for number, order in node._asked.items() if order.maker == name}
+    node._due = [due for due in node._due if getattr(due[2], "number", 0) not in numbers]
     heapq.heapify(node._due)
 
 
@@ -281,6 +270,18 @@ def test_what_a_silent_maker_was_asked_for_is_made_by_the_own_workers() -> None:
     _stop(node, "a")
     assert _made_in(node, 10)[""] > 200
     assert min(node.given_up) < 10 + SILENT_S + 1.0
+
+
+def test_a_slab_that_is_lost_is_made_by_another_maker_while_its_own_sends_others() -> None:
+    node = Node({"a": 0.02, "b": 0.02})
+    node.run(10)
+    lost = node._due[[getattr(due[2], "number", 0) in node._asked for due in node._due].index(True)]
+    node._due.remove(lost)
+    heapq.heapify(node._due)
+    maker = node._asked[lost[2].number].maker
+    made = _made_in(node, LOST_S + 1.0)
+    assert len(node.given_up) == 1
+    assert made[maker] > 10
 
 
 def test_what_the_only_maker_was_asked_for_is_made_by_one_that_comes_after_that() -> None:
