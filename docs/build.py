@@ -1,4 +1,4 @@
-"""Write docs/reference from the code, and with a folder's name the source of the site there.
+"""Write docs/reference and docs/migrate/names.md from the code, and with a folder's name the source of the site there.
 
 `make docs` runs this, and then zensical. Navigation follows from SECTIONS, by the names of files.
 """
@@ -211,14 +211,40 @@ def states() -> Iterator[str]:
     yield from (f"| `{key}` | {says} |" for key, says in STATE.items() if key in keys)
 
 
+def other_names() -> Iterator[str]:
+    """A table of the arguments of other loaders, and links to the pages about these."""
+    loaders = sorted((ROOT / "docs" / "migrate").glob("*.md"))
+    links = [
+        f"[{title(page).removeprefix('From ')}]({page.name})"
+        for page in loaders
+        if page.stem != "names"
+    ]
+    yield (
+        "Names that other loaders have, and what to use here; errors say the same. Code side by side:"
+        f" {', '.join(links)}.\n\n| they have | here |\n|---|---|"
+    )
+    tree = module("loaders/dataplane_torch/options.py")
+    (text,) = (
+        node.value.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and node.targets[0].id == "OTHER_NAMES"
+    )
+    for row in re.split(r"\n(?=\w)", text):
+        names, _, use = line(row).partition(": ")
+        names = ", ".join(f"`{name}`" for name in names.split())
+        use = re.sub(r"[(]docs/([^)]+)[)]", r"([more](../\1))", use)
+        yield f"| {names} | {use} |"
+
+
 def reference() -> dict[str, str]:
-    """The pages of docs/reference, by their names."""
+    """The pages of docs that are made from the code, by their names."""
     parts = {
-        "arguments": ("Arguments of a loader", arguments()),
-        "settings": ("Settings", settings_page()),
-        "commands": ("Commands", commands()),
-        "errors": ("Errors", errors_page()),
-        "states": ("States", states()),
+        "reference/arguments": ("Arguments of a loader", arguments()),
+        "reference/settings": ("Settings", settings_page()),
+        "reference/commands": ("Commands", commands()),
+        "reference/errors": ("Errors", errors_page()),
+        "reference/states": ("States", states()),
+        "migrate/names": ("Arguments of other loaders", other_names()),
     }
     note = "<!-- docs/build.py writes this page from the code: run it after a change there. -->"
     return {
@@ -315,6 +341,6 @@ def write(folder: Path) -> None:
 
 if __name__ == "__main__":
     for name, text in reference().items():
-        (ROOT / "docs" / "reference" / name).write_text(text)
+        (ROOT / "docs" / name).write_text(text)
     if sys.argv[1:]:
         write(Path(sys.argv[1]))

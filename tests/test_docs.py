@@ -247,8 +247,9 @@ def test_navigation_names_every_page_once():
 
 
 def test_the_docs_grow_no_longer():
-    words = sum(len(page.read_text().split()) for page in PAGES if page.parent.name != "reference")
-    assert words <= WORDS_MAX
+    texts = [page.read_text() for page in PAGES]
+    words = [len(text.split()) for text in texts if "<!-- docs/build.py writes" not in text]
+    assert sum(words) <= WORDS_MAX
 
 
 def test_the_changelog_has_this_version():

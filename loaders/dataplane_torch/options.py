@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypedDict
 
@@ -242,8 +243,9 @@ def url_options(init: Callable[_P, None]) -> Callable[_P, None]:
 
     @functools.wraps(init)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> None:
-        for name in kwargs.keys() - known:
-            raise TypeError(_unexpected(init.__qualname__.partition(".")[0], name, known))
+        taker = init.__qualname__.partition(".")[0]
+        if wrong := [_unexpected(taker, name, known) for name in kwargs if name not in known]:
+            raise TypeError("\n".join(wrong))
         with brief:
             init(*args, **kwargs)
 
@@ -269,8 +271,74 @@ def _unexpected(taker: str, name: str, known: Collection[str]) -> str:
     said = f"{taker}() has no argument {name!r}"
     if name in BY_NAME:
         return f"{said}: it is a setting, not an argument of a loader. Set {ways_to_set(name, '…')}"
+    for row in re.split(r"\n(?=\w)", OTHER_NAMES):
+        names, _, use = " ".join(row.split()).partition(": ")
+        if name in names.split():
+            return f"{said}. {use[0].upper()}{use[1:]} (docs/migrate/names.md)"
     page = "docs/reference/arguments.md lists them, docs/migrate/names.md those of other loaders"
     return f"{said}{meant(name, known)} ({page})"
+
+
+OTHER_NAMES = """\
+weights streams proportion probabilities datasets stopping_strategy: pass Mixture({name: Source(url,
+    weight=…), …}) as the first argument
+shuffle_seed manual_seed random_seed: use seed=, from which the whole order follows
+shuffle_algo shuffle_block_size shuffle_buffer shuffle_buffer_size buffer_size shardshuffle
+    shuffle_files reshuffle_each_iteration: use shuffle=True; window= says among how many samples,
+    and lanes= among how many places
+predownload prefetch prefetch_batches prefetch_size cache_limit max_cache_size keep_zip
+    download_retry download_timeout: leave it out: the node reads ahead as far as its memory
+    (docs/operations.md#memory) allows
+worker_count num_threads num_parallel_calls num_proc worker_buffer_size workers_count
+    reader_pool_type: leave it out: the node chooses, unless its setting worker_count fixes it
+batching_method num_canonical_nodes partition_algo sampling_method sampling_granularity epoch_size
+    replication in_memory deterministic cycle_length block_length: leave it out: the order is the
+    same for any number of ranks, nodes and workers
+nodesplitter workersplitter splitter split_by_node split_by_worker sharding_filter shard_options:
+    leave it out: every rank gets its own part of each global batch
+epoch start_epoch initial_epoch current_epoch: each pass is the next epoch; set_epoch(epoch) before
+    the pass, or load_state_dict()
+subset partition subset_fraction fraction dataset_fraction: use sample=0.1 for a tenth of the rows,
+    split= for disjoint parts
+validation_split val_split test_split train_size test_size: use split=("train", 0.99) in one loader,
+    and split=("validation", 0.01) in another
+filter filters filter_fn predicate query row_filter: use where=, a condition on columns such as
+    where="lang == 'en' and score > 0.5"
+handler on_error on_bad_sample error_policy ignore_errors ignore_corrupt skip_errors skip_corrupt
+    ignore_decoding_errors: use on_bad="replace" (docs/formats.md#runs-over-damaged-data), which
+    delivers other rows, up to bad_max= of them
+max_samples num_samples n_samples take max_examples: use limit=, a number of rows
+storage_options client_kwargs s3_client_kwargs s3_client_config filesystem token use_auth_token:
+    leave it out: stores take endpoint and credentials (docs/operations.md#credentials) from the
+    environment
+rank num_replicas shard_id shard_index device_id process_index: use dp_rank=; without it,
+    Topology.auto() finds it
+world_size num_shards process_count shard_count: use dp_size=; without it, Topology.auto() finds it
+drop_remainder drop_remainder_batch: use drop_last=True
+epochs num_epochs repeat resampled infinite: each pass over the loader is one epoch: write a loop
+    around it
+transform map_fn operations pipelines preprocess decode_fn process_fn tokenizer: use
+    map="package.module:function", which workers call once a block, or transforms= for images
+collator data_collator batch_fn collation_fn batch_transform: use collate="package.module:function",
+    which workers call once a batch
+remote local data_files input_dir urls url path paths fname data_source data_dir file_pattern: pass
+    a url, folder or glob, or a list of them, as the first argument
+streaming cache_dir local_cache download: leave it out: shards are read where they are
+select features fields schema_fields usecols: use columns=
+pad_token_id padding_value pad_id padding_token_id: use pad_value=
+categorical categorical_columns cat_cols category_columns vocab vocabulary: use codes=
+max_len max_seq_len max_seq_length seq_len sequence_length truncation: use max_length=
+packing pack_sequences sequence_packing packed pack_to_max_length: use pack=Pack("tokens",
+    length=4096)
+max_tokens batch_tokens token_budget batch_max_tokens max_batch_tokens group_by_length
+    length_bucketing bucketing bucket_boundaries bucket_by_sequence_length num_buckets: use
+    batch_size=None, pack=Pack("tokens", 16384, policy="pad")
+batch_format return_type output_format as_dict: leave it out: a batch is a dict of tensors and
+    lists, by column
+"""
+"""The arguments of other loaders, and what to use here: a paragraph for each row of
+docs/migrate/names.md, which docs/build.py makes of it.
+"""
 
 
 def order_of(given: Arguments, dp_size: int, *, pads: bool) -> JobSpec:

@@ -372,10 +372,6 @@ def test_bad_images_is_raise_or_replace(shards) -> None:
         assert caught.value.field == "bad_images"
     with pytest.raises(ConfigError, match="without transforms"):
         DataLoader(shards, 5, bad_images="replace")
-    with pytest.raises(
-        TypeError, match=r"no argument 'handler' .docs/reference/arguments.md lists"
-    ):
-        DataLoader(shards, 5, handler=print)
     options: dict[str, Any] = {"name": "bad", "dp_size": 2, "transforms": {"jpg": CROP}}
     with DataLoader(shards, 5, dp_rank=0, bad_images="replace", **options) as loader:
         len(loader)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from dataplane_torch import DataLoader, ShardedIterableDataset
 from dataplane_torch.arguments import names_shards
-from dataplane_torch.options import DEFAULTS, UrlOptions
+from dataplane_torch.options import DEFAULTS, OTHER_NAMES, UrlOptions
 from dataplane_torch.shards import Shards
 
 from dataplane.client.topology import find_topology
@@ -35,12 +35,24 @@ LOADERS = pytest.mark.parametrize("loader", [DataLoader, ShardedIterableDataset]
         ("slab_bytes", "dataplane serve --slab-bytes"),
         ("column", "did you mean 'columns'"),
         ("fillnull", "did you mean 'fill_null'"),
-        ("shuffle_algo", "docs/migrate/names.md those of other loaders"),
+        ("qqq", "docs/migrate/names.md those of other loaders"),
+        ("shuffle_seed", r"Use seed=, from which the whole order follows \(docs/migrate/names.md"),
+        ("handler", r'Use on_bad="replace" \(docs/formats.md#runs-over-damaged-data\), which'),
+        ("prefetch", "Leave it out: the node reads ahead as far as its memory"),
+        ("num_canonical_nodes", "Leave it out: the order is the same for any number of ranks"),
     ],
 )
 def test_the_error_about_an_unknown_argument_says_what_to_use(loader, name, says):
     with pytest.raises(TypeError, match=rf"{loader.__name__}\(\) has no argument '{name}'.*{says}"):
         loader("s3://bucket/", **{name: [0.7, 0.3]})
+
+
+def test_all_unknown_arguments_are_named_at_once_and_no_row_names_an_argument():
+    with pytest.raises(TypeError, match=r"'take'\. Use limit=.*\n.*'urls'\. Pass a url"):
+        DataLoader("s3://bucket/", take=3, urls="x")
+    rows = re.split(r"\n(?=\w)", OTHER_NAMES)
+    names = {name for row in rows for name in row.partition(": ")[0].split()}
+    assert names.isdisjoint(inspect.signature(DataLoader).parameters)
 
 
 def test_every_option_has_a_line_in_the_docstring():
