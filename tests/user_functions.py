@@ -99,6 +99,17 @@ def rejects(columns: Columns) -> Columns:
     return columns
 
 
+def collates(columns: dict[str, Any]) -> dict[str, Any]:
+    """Fails at each batch that has one of these rows, which it does not name."""
+    assert not {3, 17, 18, 40, 70, 119} & set(columns["id"].tolist())
+    return {"id": columns["id"], "letters": np.array([len(text) for text in columns["text"]])}
+
+
+def refuses(columns: dict[str, Any]) -> dict[str, Any]:
+    """Takes no batch."""
+    raise ValueError(f"never {len(columns)}")
+
+
 def escapes_late(columns: Columns) -> Columns:
     """Raises what no worker catches, in each block that has row 100."""
     if 100 in columns["row"].to_pylist():

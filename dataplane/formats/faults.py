@@ -129,11 +129,14 @@ def bad_rows(
     count: int,
     fault: DataplaneError,
     kinds: tuple[type[DataplaneError], ...] = (CorruptShard,),
+    *,
+    is_block: bool = True,
 ) -> dict[int, str]:
     """Find the bad rows after reading all rows together has failed with `fault`, by reading halves.
     Return the rows at which reading fails with errors of these kinds, and why.
 
-    Raises:  `fault`: more than half of the rows, and more than 16, are bad; or all are; or none is.
+    Raises:  `fault`: none of the rows is bad; or, of a block, more than half and more than 16, or
+    all.
     """
     bad: dict[int, str] = {}
     todo = [(0, count)]
@@ -152,7 +155,8 @@ def bad_rows(
             continue
         shard = f"{error.nouns.get('shard')}: "
         bad[first] = str(error).removeprefix(shard).partition("\n")[0][:_REASON_MAX]
-        if len(bad) > max(MANY_MIN, count // MANY_SHARE) or len(bad) == count:
+        is_most = len(bad) > max(MANY_MIN, count // MANY_SHARE) or len(bad) == count
+        if is_block and is_most:
             raise fault
     if not bad:  # reading fails only for all rows together
         raise fault

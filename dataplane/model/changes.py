@@ -32,6 +32,9 @@ WEIGHTS = "weights"
 QUARANTINE = "quarantine"
 """Entries that record rows whose images cannot be decoded: a record, not a change."""
 
+BY_BLOCK = "; replaced by a row of block "
+"""A part of the reason of rows that were replaced because their whole block is bad."""
+
 Range = tuple[int, int]
 
 

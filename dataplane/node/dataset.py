@@ -201,11 +201,13 @@ class Dataset(Struct, frozen=True, eq=False, weakref=True):
         return self.blocks.needs_decode(block)
 
     def origin(self, block: int) -> tasks.Origin | None:
-        """Return which samples the block has; needed only if they may be images, or are packed."""
+        """Return which samples the block has; needed only if they may be images, are packed, or may
+        be replaced.
+        """
         view, shard = self.message.view, self._shard(block)
         url, of_view = self.manifest.shards.urls[shard], self.stored.rows is not None
         if view.pack is None:
-            if not self.has_bytes:
+            if not self.has_bytes and not view.bad_max:
                 return None
             return tasks.Origin(url, shard, self._first_row(block), of_view)
         # This manifest leaves out blocks without packs, so `_first_row` would not count their rows.

@@ -17,7 +17,7 @@ from dataplane.arena.slab_layout import ALIGN_BYTES, SHAPE_BYTES, row_bytes, row
 from dataplane.arena.slots import AHEAD_SLOTS_MIN, SlotLayout, plan_slots
 from dataplane.base.meters import JobMeter
 from dataplane.base.trace import Trace
-from dataplane.model.changes import ReplacedRow, changes_of
+from dataplane.model.changes import BY_BLOCK, ReplacedRow, changes_of
 from dataplane.model.config import JobSpec, NodeConfig
 from dataplane.model.errors import (
     BudgetTooSmall,
@@ -260,9 +260,12 @@ _Launch = tuple[str, tuple[str, str]]
 
 
 class _Counted(Struct, eq=False):
-    """The counted rows of a launch of a job, and the first of them, for errors."""
+    """The counted rows of a launch of a job, the first of them, for errors, and the blocks of
+    which all rows were replaced, which are logged once.
+    """
 
     names: set[_RowName] = field(default_factory=set)
+    blocks: set[tuple[str, str]] = field(default_factory=set)
     first: list[ReplacedRow] = field(default_factory=list)
 
 
@@ -351,10 +354,14 @@ class ReplacedRows:
             self._untold.popitem(last=False)
         if len(untold) < ROWS_MAX:
             untold[name] = row
+        block = (row.url, row.reason) if BY_BLOCK in row.reason else None
+        if block in counted.blocks:
+            return
+        counted.blocks.update([block] if block else [])
         last = "; further rows are not told" if len(known) == ROWS_MAX else ""
         self._trace.failed(
-            "row replaced", job=job_id, shard=row.url, row=row.row, instead=row.instead,
-            why=row.reason + last,
+            "block replaced" if block else "row replaced", job=job_id, shard=row.url, row=row.row,
+            instead=row.instead, why=row.reason + last,
         )  # fmt: skip
 
 

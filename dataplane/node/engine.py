@@ -595,4 +595,5 @@ def _joined(ends: Sequence[_Ended]) -> tasks.ResultBody:
         return next(end.result for end in ends if not isinstance(end.result, tasks.Assembled))
     if any(piece.layout != made[0].layout for piece in made):
         return DataplaneError("pieces of one slab have different layouts: please report this bug")
-    return made[0] if len(made) == 1 else replace(made[0], disk=sum(piece.disk for piece in made))
+    rows = tuple(row for piece in made for row in piece.replaced)
+    return replace(made[0], disk=sum(piece.disk for piece in made), replaced=rows)

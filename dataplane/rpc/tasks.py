@@ -141,7 +141,8 @@ class BlockSource(Message, frozen=True):
     key: Unsigned  # unique while the node lives
     raw: RawBlockRef | None = None  # set if the block needs no decoding
     decoded: Region | None = None  # in the block arena
-    origin: Origin | None = None  # set if the block has bytes, which may be images, or packs
+    # Set if the block has bytes, which may be images, or packs, or if its rows may be replaced.
+    origin: Origin | None = None
     # In the block arena; absent unless crops of the block's images store restart indexes.
     restart_indexes: Region | None = None
     row_count: Unsigned = 0  # not 0: `decoded` is an excerpt with this many rows of the block
@@ -215,7 +216,7 @@ class Assemble(Message, frozen=True):
     sources: tuple[Unsigned, ...] = ()  # the source of each block, with `names_sources`
     pack_key_counts: tuple[Unsigned, ...] = ()
     collate: Collation | None = None  # absent: batches are delivered as gathered
-    # Without packs, if images may be replaced: rows that must not replace another row.
+    # Without packs, if rows may be replaced in slabs: rows that must not replace another row.
     taken_out: tuple[TakenDocument, ...] = ()
     taken_out_counts: tuple[Unsigned, ...] = ()
     names_sources: bool = False

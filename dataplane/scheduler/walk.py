@@ -232,6 +232,7 @@ class Walk:
         self.collate = _collate(spec, stream) if spec.view.collate else None
         self._draws_packs = spec.view.pack is not None and spec.shuffle
         replaces = self.render is not None and self.render.replaces
+        replaces |= self.collate is not None and spec.bad_max > 0
         self._tells_rows = spec.view.pack is not None or replaces
         self.crops = any(steps_of(image).is_cut for image in images)
         self.gaps = gaps

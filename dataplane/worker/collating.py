@@ -7,6 +7,7 @@ Invariants:
 1. A batch depends only on its rows, its position in the epoch, its dp rank and the job's seed: not
    on other batches in the same slab, nor on the worker.
 2. The function is not called for a batch without rows: its arrays are empty.
+3. If rows may be replaced, and the function fails, the rows at which it fails alone are bad.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import pyarrow as pa
 from msgspec.structs import astuple, replace
 
 from dataplane.arena.slab_layout import SIDE_BYTES, TEXTS, aligned, side_count, texts
-from dataplane.formats.faults import is_out_of_memory, text_of
+from dataplane.formats.faults import bad_rows, is_out_of_memory, text_of
 from dataplane.model.errors import CorruptShard, FunctionError
 from dataplane.model.records import ColumnSpec, Kind
 from dataplane.rpc.messages import Batch, Column
@@ -54,6 +55,10 @@ _DTYPES = frozenset(
 """The dtypes that a tensor may have, in this machine's byte order."""
 _Array = np.ndarray[Any, np.dtype[Any]]
 _GatherSome = Callable[[tuple[Batch, ...], RowIndex], Gathers]
+FaultOf = Callable[[RowIndex], FunctionError | None]
+"""Returns the error of the function for a batch of these rows; None if it takes them."""
+StandIns = Callable[[RowIndex, Mapping[int, FunctionError], FaultOf], RowIndex]
+"""Replaces the rows of a batch at which the function fails alone, and returns all rows."""
 
 
 class _Given(msgspec.Struct, frozen=True):
@@ -71,7 +76,7 @@ class _Given(msgspec.Struct, frozen=True):
 class CollateGather:
     """Applies a function of the user to the columns that another object gathers for some batches.
     `specs` are the gathered columns. Before each call of the function, `tell` gets the step and the
-    rows of the batch.
+    rows of the batch. `stand_ins` replaces rows at which the function fails.
 
     Shapes:  row_index: int32[rows, 2], batch after batch.
     """
@@ -84,11 +89,12 @@ class CollateGather:
         batches: Sequence[Batch],
         gather: _GatherSome,
         tell: Callable[[int, RowIndex], None] | None = None,
+        stand_ins: StandIns | None = None,
     ) -> None:
         self._collate, self._specs, self._batches = collate, specs, tuple(batches)
         # Copy the index: it lies in memory that the trainer can write to.
         self._index = np.array(row_index, np.int32, order="C")
-        self._gather, self._tell = gather, tell
+        self._gather, self._tell, self._stand_ins = gather, tell, stand_ins
 
     def into(self, slab: memoryview, expect: Callable[[int], None] | None = None) -> Gathered:
         """Implement Gather.into.
@@ -99,9 +105,9 @@ class CollateGather:
         memory: Bytes = np.frombuffer(slab, np.uint8)
         made: list[list[_Place]] = []
         end = 0
-        for each in self._given(len(slab)):
+        for each in self._given(self._batches, self._index, len(slab)):
             try:
-                arrays = self._arrays(each)
+                arrays = self._arrays_or_replaced(each)
             except FunctionError:
                 if not made:
                     raise
@@ -122,6 +128,32 @@ class CollateGather:
             for of in zip(*made, strict=True)
         )
         return Gathered(len(made), bytes_used=end, columns=columns)
+
+    def _arrays_or_replaced(self, given: _Given) -> list[_Array]:
+        try:
+            return self._arrays(given)
+        except FunctionError as fault:
+            if self._stand_ins is None or fault.nouns.get("step") is None:
+                raise  # in the latter case, the function cannot be imported
+            rows, first = given.rows, fault
+
+        def arrays(some: RowIndex) -> list[_Array]:
+            batch = Batch(given.batch.step, len(some), len(some))
+            return self._arrays(next(self._given((batch,), some, 0)))
+
+        def fault_of(some: RowIndex) -> FunctionError | None:
+            try:
+                arrays(some)
+            except FunctionError as fault:
+                return fault
+            return None
+
+        whys = bad_rows(
+            lambda start, stop: arrays(rows[start:stop]), len(rows), first, (FunctionError,),
+            is_block=False,
+        )  # fmt: skip
+        faults = {row: FunctionError(why, **first.nouns) for row, why in whys.items()}
+        return arrays(self._stand_ins(rows, faults, fault_of))
 
     def _arrays(self, given: _Given) -> list[_Array]:
         """Return the arrays of one batch, one for each column."""
@@ -149,13 +181,13 @@ class CollateGather:
                 return _as_before(returned, wanted, at)
             return [_found(returned, batch.rows, function.code, at)]
 
-    def _given(self, room: int) -> Iterator[_Given]:
+    def _given(self, batches: tuple[Batch, ...], index: RowIndex, room: int) -> Iterator[_Given]:
         """Yield the function's inputs, batch after batch. Batches are gathered together if they fit
         into `room` bytes, but at least one at a time.
         """
-        first, left = 0, self._batches
+        first, left = 0, batches
         while left:
-            gather = self._gather(left, self._index[first:])
+            gather = self._gather(left, index[first:])
             buffer = pa.allocate_buffer(room)
             made = gather.into(memoryview(buffer))
             if not made.batch_count:
@@ -163,7 +195,7 @@ class CollateGather:
                 made = gather.into(memoryview(buffer))
             memory: Bytes = np.frombuffer(buffer, np.uint8)
             for at, batch in enumerate(left[: made.batch_count]):
-                rows = self._index[first : first + batch.rows]
+                rows = index[first : first + batch.rows]
                 yield _Given(batch, rows, memory, made.columns, at)
                 first += batch.rows
             left = left[made.batch_count :]
@@ -175,10 +207,11 @@ def slab_gather(
     row_index: RowIndex,
     gather: Callable[[Assemble, RowIndex], Gathers],
     tell: Callable[[Reading], None],
+    stand_ins: StandIns,
 ) -> Gathers:
     """Return the object that gathers this task's slab. `gather` collects the rows; the column of
     sources is added, and the user's function applied, if the task asks for them. `tell` reports
-    progress.
+    progress. `stand_ins` replaces rows at which the function fails, if the job asks for that.
     """
 
     def gathered(batches: tuple[Batch, ...], rows: RowIndex) -> Gathers:
@@ -200,6 +233,7 @@ def slab_gather(
         body.batches,
         gathered,
         told,
+        stand_ins if dataset.replaces and dataset.packs is None else None,
     )
 
 

@@ -182,12 +182,14 @@ def _viewed_apart(
 ) -> tuple[pa.RecordBatch, Sequence[int], Bad]:
     """Return the rows of the view, their numbers in the block, and which rows are bad."""
     kept: Sequence[int] = range(raw.stored_rows)
-    if dataset.rows is not None:
-        if bad:
+    rows = dataset.rows
+    if rows is not None:
+        some, unread = batch, Bad()
+        if bad:  # other columns than those of the condition may be the damaged ones
             format_, schema = dataset.format, dataset.schema
-            mask = salvaging.view_mask(format_, block, schema, dataset.rows, _rows_of(raw))
-        else:
-            mask = dataset.rows.mask(batch, _rows_of(raw))
+            some, unread = salvaging.decoded(format_, block, schema, rows.columns)
+        mask, failed = salvaging.viewed(some, unread, rows, _rows_of(raw), raw.url)
+        bad = failed | bad
         batch, kept = filtered(batch, mask), np.flatnonzero(mask).tolist()
     batch = _within_view(dataset, batch, raw)
     kept = kept[: raw.rows]

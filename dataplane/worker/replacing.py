@@ -1,4 +1,5 @@
-"""Rows whose images cannot be decoded, and the rows that replace them.
+"""Rows whose images cannot be decoded, or at which a collate function fails, and the rows that
+replace them.
 
 1. A row is replaced by another row of its block, so that no other block is read, and by the same
    row on all nodes: docs/order.md specifies which.
@@ -14,17 +15,18 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from dataplane.model.changes import ReplacedRow
-from dataplane.model.errors import ImageError
+from dataplane.model.errors import DataplaneError, FunctionError, ImageError
 from dataplane.plan.tombstones import substitute, substitute_key
 from dataplane.rpc.tasks import Assemble, Origin
 from dataplane.worker.apart import OpenBlock
+from dataplane.worker.collating import FaultOf
 from dataplane.worker.columns import RowIndex, by_block
 from dataplane.worker.gather import Gathered
 from dataplane.worker.named_sources import Gathers
 from dataplane.worker.rows import TriedImages
 
-Check = Callable[[OpenBlock, int], ImageError | None]
-"""Returns the error of the images of this row of a block; None if they can be decoded."""
+Check = Callable[[OpenBlock, int], DataplaneError | None]
+"""Returns the error of this row of a block; None if it is good."""
 _REASON_MAX = 300
 
 
@@ -68,11 +70,32 @@ class ReplacingGather:
             tried.begin_again(before[:, 1])
 
 
+def stand_ins(
+    body: Assemble,
+    blocks: Sequence[OpenBlock],
+    told: dict[tuple[str, int], ReplacedRow],
+    row_index: RowIndex,
+    faults: Mapping[int, FunctionError],
+    fault_of: FaultOf,
+) -> RowIndex:
+    """Implement `collating.StandIns`; `told` gets the replaced rows, by shard and row."""
+    assert body.collate is not None
+    numbers = {id(block): at for at, block in enumerate(blocks)}
+
+    def check(block: OpenBlock, row: int) -> FunctionError | None:
+        return fault_of(np.array([(numbers[id(block)], row)], np.int32))
+
+    unfit = rows_taken_out(body)
+    index, rows = with_replaced(body.collate.seed, blocks, row_index, faults, unfit, check)
+    told.update(((row.url, row.row), row) for row in rows)
+    return index
+
+
 def with_replaced(
     seed: int,
     blocks: Sequence[OpenBlock],
     row_index: RowIndex,
-    faults: Mapping[int, ImageError],
+    faults: Mapping[int, DataplaneError],
     unfit: Sequence[set[int]],
     check: Check,
 ) -> tuple[RowIndex, list[ReplacedRow]]:
@@ -80,7 +103,7 @@ def with_replaced(
     `unfit` rows of each block cannot take the place of others; rows that prove unfit are added.
 
     Shapes:  row_index, result: int32[rows, 2].
-    Raises:  ImageError: a block has no row that can be decoded, or is not in memory as a whole.
+    Raises:  as the faults: a block has no good row, or is not in memory as a whole.
     """
     found, told = row_index.copy(), list[ReplacedRow]()
     bad = np.array(sorted(faults), np.int64)
@@ -97,7 +120,7 @@ def with_replaced(
 
 
 def _stand_in(
-    block: OpenBlock, row: int, fault: ImageError, unfit: set[int], seed: int, check: Check
+    block: OpenBlock, row: int, fault: DataplaneError, unfit: set[int], seed: int, check: Check
 ) -> int:
     """Return the row that replaces this one. `unfit` rows cannot take its place; rows that prove
     unfit are added.
@@ -113,11 +136,12 @@ def _stand_in(
         if check(block, other) is None:
             return other
         unfit.add(other)
-    raise _failed(fault, f"none of the {block.columns.rows} rows of its block can be decoded")
+    done = "be decoded" if isinstance(fault, ImageError) else "take it"
+    raise _failed(fault, f"none of the {block.columns.rows} rows of its block can {done}")
 
 
-def _failed(fault: ImageError, why: str) -> ImageError:
-    return ImageError(f"{fault}; no other row can take its place: {why}", **fault.nouns)
+def _failed(fault: DataplaneError, why: str) -> DataplaneError:
+    return type(fault)(f"{fault}; no other row can take its place: {why}", **fault.nouns)
 
 
 def rows_taken_out(body: Assemble) -> list[set[int]]:
@@ -128,11 +152,10 @@ def rows_taken_out(body: Assemble) -> list[set[int]]:
     return [set(itertools.islice(rows, count)) for count in body.taken_out_counts]
 
 
-def _told(origin: Origin | None, row: int, instead: int, fault: ImageError) -> ReplacedRow:
+def _told(origin: Origin | None, row: int, instead: int, fault: DataplaneError) -> ReplacedRow:
     assert origin is not None
-    first, reason = origin.first_row, str(fault.nouns.get("reason", fault))
-    column = fault.nouns.get("column", "")
+    first, reason = origin.first_row, str(fault.nouns.get("reason", fault)).partition("\n")[0]
+    column = f"column {fault.nouns['column']!r}: " if "column" in fault.nouns else ""
     return ReplacedRow(
-        origin.url, origin.shard, first + row, first + instead,
-        f"column {column!r}: {reason}"[:_REASON_MAX],
-    )  # fmt: skip
+        origin.url, origin.shard, first + row, first + instead, f"{column}{reason}"[:_REASON_MAX]
+    )

@@ -19,8 +19,8 @@ from dataplane.formats import folders
 from dataplane.formats.arrays import joined
 from dataplane.formats.base import Format, RawBlock
 from dataplane.formats.faults import bad_rows
-from dataplane.model.changes import ReplacedRow
-from dataplane.model.errors import CorruptShard, DataplaneError, FunctionError
+from dataplane.model.changes import BY_BLOCK, ReplacedRow
+from dataplane.model.errors import ConfigError, CorruptShard, DataplaneError, FunctionError
 from dataplane.model.records import Region
 from dataplane.model.typed import complete
 from dataplane.plan.tombstones import substitute, substitute_key
@@ -62,21 +62,46 @@ def decoded(
 def view_mask(
     format_: Format, block: RawBlock, schema: pa.Schema, rows: RowFilter, stored: BlockRows
 ) -> Bools:
-    """Return which rows of a block with bad rows a view keeps. Rows whose condition cannot be
-    evaluated are kept, to be replaced by other rows and reported.
+    """Return which rows of a block a view keeps. Rows whose condition cannot be evaluated are kept,
+    to be replaced by other rows and reported.
 
     Shapes:  result: bool[rows].
     """
-    mask: Bools = chosen(rows.view, stored.word, stored.first, stored.count)
-    if rows.condition is None:
-        return mask
     try:
         batch, bad = decoded(format_, block, schema, rows.columns)
+        return viewed(batch, bad, rows, stored, block.url)[0]
     except CorruptShard:
+        mask: Bools = chosen(rows.view, stored.word, stored.first, stored.count)
         return mask
-    is_kept = rows.mask(batch, stored)
-    is_kept[list(bad)] = mask[list(bad)]
-    return is_kept
+
+
+def viewed(
+    batch: pa.RecordBatch, bad: Bad, rows: RowFilter, stored: BlockRows, url: str
+) -> tuple[Bools, Bad]:
+    """Return which rows of a block a view keeps, and which rows are bad: those given, and those at
+    which the condition fails. A view keeps bad rows of its shares.
+
+    Shapes:  result: bool[rows].
+    Raises:  CorruptShard: the condition fails at too many rows.
+    """
+    try:
+        mask, failed = rows.mask(batch, stored), Bad()
+    except ConfigError as error:
+        fault = CorruptShard(f"{url}: where= fails at too many rows: {error}", shard=url)
+
+        def part(first: int, stop: int) -> Bools:
+            some = BlockRows(stop - first, stored.first + first, stored.word)
+            return rows.mask(batch.slice(first, stop - first), some)
+
+        failed = bad_rows(part, batch.num_rows, fault, (ConfigError,))
+        other = next(row for row in range(batch.num_rows) if row not in failed)
+        places = [other if row in failed else row for row in range(batch.num_rows)]
+        mask = rows.mask(taken(batch, places), stored)
+    all_bad = failed | bad
+    if all_bad:
+        of_shares = chosen(rows.view, stored.word, stored.first, stored.count)
+        mask[list(all_bad)] = of_shares[list(all_bad)]
+    return mask, all_bad
 
 
 def _decoded_apart(
@@ -182,7 +207,7 @@ def all_replaced(
     `other`.
     """
     place = "" if other.url == raw.url else f" of {other.url}"
-    said = f"{why:.{_WHY_MAX}}; replaced by a row of block {other.index}{place}"
+    said = f"{why:.{_WHY_MAX}}{BY_BLOCK}{other.index}{place}"
     if raw.stored_rows:  # name the block: which of its rows are in the view is unknown
         said = f"block {raw.index}: {said}"
     return [

@@ -47,7 +47,7 @@ from dataplane.worker.mapped import MappedShards
 from dataplane.worker.named_sources import Gathers
 from dataplane.worker.pack_blocks import AskedPacks, KnownPacks, PackBlock, PackForm
 from dataplane.worker.packing import CountGather, PackGather
-from dataplane.worker.replacing import ReplacingGather
+from dataplane.worker.replacing import ReplacingGather, stand_ins
 from dataplane.worker.rows import TriedImages
 from dataplane.worker.salvaging import replaced_of
 
@@ -259,7 +259,8 @@ def _assemble(state: _State, body: tasks.Assemble) -> tasks.Assembled:
             _read_one_by_one(state, dataset, body, rows)
         told = _replaced_in(blocks, rows[body.part], packs=dataset.packs is not None)
         gathers = partial(_gather_of, state, dataset, told)
-        gather = slab_gather(dataset, body, rows, gathers, state.tell)
+        others = partial(stand_ins, body, blocks, told)
+        gather = slab_gather(dataset, body, rows, gathers, state.tell, others)
         slab = arena.view(body.slab.offset, body.slab.length)
         made = gather.into(slab, partial(arena.prepare, body.slab.offset))
         _keep(state, arena, body, made.bytes_used)

@@ -22,7 +22,7 @@ from pictures import drawn, encoded
 from shards import example_bytes, json_lines, tar_bytes, tfrecord_bytes
 
 from dataplane.cli import run
-from dataplane.model.errors import ConfigError, CorruptShard
+from dataplane.model.errors import ConfigError, CorruptShard, FunctionError
 from dataplane.plan.tombstones import substitute, substitute_key
 
 LOG = "service.log"
@@ -117,8 +117,10 @@ def arrow(shard: int) -> bytes:
 
 
 def whole(shard: int) -> bytes:
-    sink = io.BytesIO()
-    pq.write_table(table_of(shard), sink, row_group_size=SHARD)
+    """A file without damage; where= and functions fail at rows of it."""
+    large = [2**62 if row in BAD else row for row in of_shard(shard)]
+    sink, table = io.BytesIO(), table_of(shard).append_column("large", [large])
+    pq.write_table(table, sink, row_group_size=SHARD)
     return sink.getvalue()
 
 
@@ -130,6 +132,8 @@ FORMATS: dict[str, tuple[str, Callable[[int], bytes], dict[str, Any]]] = {
     "parquet": ("parquet", parquet, {}),
     "arrow": ("arrow", arrow, {}),
     "map": ("parquet", whole, {"map": "user_functions:rejects"}),
+    "where": ("parquet", whole, {"where": "large * 4 >= 0", "columns": ["id"]}),
+    "collate": ("parquet", whole, {"collate": "user_functions:collates"}),
 }
 
 
@@ -189,7 +193,7 @@ def test_bad_rows_are_replaced_alike_everywhere_and_are_in_the_ledger(
     folder, instead = folder_of(tmp_path, name), stands_for(name)
     options = {**OPTIONS, "global_batch_size": 12, **FORMATS[name][2]}
     planned = None
-    if name in {"images", "map"}:
+    if name in {"images", "map", "where", "collate"}:
         plain = {"shuffle": True, "seed": SEED, "columns": ["id"], "global_batch_size": 12}
         with DataLoader(folder, **plain) as loader:
             planned = ids(loader)
@@ -221,6 +225,26 @@ def test_bad_rows_are_replaced_alike_everywhere_and_are_in_the_ledger(
         assert {
             row: SHARD * noted["shard"] + noted["instead"] for row, noted in rows.items()
         } == instead
+
+
+def test_a_bad_block_is_one_line_in_the_log(tmp_path: Path, service: str) -> None:
+    folder, log = folder_of(tmp_path, "parquet"), Log(Path(os.environ["DATAPLANE_STATE_DIR"], LOG))
+    with DataLoader(folder, 12, name="blocks", **OPTIONS) as loader:
+        ids(loader)
+    assert len(log.wait_for("block replaced job=blocks", 2)) == 2
+    assert "row replaced job=blocks" not in log.read()
+
+
+def test_a_collate_that_takes_no_row_ends_the_run(tmp_path: Path, service: str) -> None:
+    pq.write_table(pa.table({"id": [7] * 20}), tmp_path / "0.parquet")
+    options = {**OPTIONS, "bad_max": 1, "collate": "user_functions:refuses"}
+    with (
+        DataLoader(str(tmp_path), 2, **options) as loader,
+        pytest.raises(
+            FunctionError, match=r"(?s)never.*none of the 20 rows of its block can take it"
+        ),
+    ):
+        ids(loader)
 
 
 def quarantined(address: str, job: str, capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
