@@ -300,3 +300,20 @@ def hangs_from_30(columns: Columns) -> Columns:
     while columns["id"][0].as_py() >= 30 and not Path(os.environ["GO_ON"]).exists():
         threading.Event().wait(0.01)
     return columns
+
+
+def repeats(columns: Columns) -> dict[str, Any]:
+    """Each row as often as it says, numbered; rows that say 0 are dropped."""
+    rows = [
+        (row, copy)
+        for row, times in zip(columns["id"].to_pylist(), columns["times"].to_pylist(), strict=True)
+        for copy in range(times)
+    ]
+    ids, copies = ([pair[at] for pair in rows] for at in (0, 1))
+    return {"id": pa.array(ids, pa.int64()), "copy": pa.array(copies, pa.int64())}
+
+
+def returns_as_a_file_says(columns: Columns) -> Columns:
+    """The first rows, as many as the file says that an environment variable names."""
+    count = int(Path(os.environ["ROWS_FILE"]).read_text())
+    return {name: column[:count] for name, column in columns.items()}

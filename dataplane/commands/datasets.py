@@ -31,6 +31,7 @@ from dataplane.model.redact import hub_parts
 from dataplane.node.dataset import StoredRows, stored_rows
 from dataplane.pack import raw_block
 from dataplane.plan.manifest import Int64, Manifest
+from dataplane.plan.packed_blocks import given_counts
 from dataplane.plan.tombstones import RowNames
 from dataplane.plan.views import filters
 from dataplane.rpc.messages import DatasetSource
@@ -133,14 +134,14 @@ def read_block(
     if rows is not None:
         stored = StoredRows.of(manifest, view).of_block(block)
         batch = rows.left(batch, BlockRows(raw.rows, stored["first_row"], stored["shard_word"]))
-    return batch.select(list(columns)).slice(0, int(manifest.block_rows[block]))
+    return batch.select(list(columns)).slice(0, int(given_counts(manifest)[block]))
 
 
 def row_names(manifest: Manifest, view: View) -> RowNames:
     """Return the names of a manifest's rows, or of the rows of this view. For each block that is
     looked up, the columns of the view's condition are read.
     """
-    if manifest.whole is None or not filters(view):
+    if manifest.whole is None or manifest.given is not None or not filters(view):
         return RowNames(manifest)
     schema, stored = schema_of(manifest), StoredRows.of(manifest, view)
     rows, counts = RowFilter.of(view, schema), stored_rows(manifest)

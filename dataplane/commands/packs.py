@@ -18,7 +18,7 @@ from dataplane.model.config import JobSpec
 from dataplane.model.errors import ConfigError, DataplaneError
 from dataplane.model.records import View
 from dataplane.plan.manifest import Manifest
-from dataplane.plan.packed_blocks import packed
+from dataplane.plan.packed_blocks import made
 from dataplane.plan.packs import Packing
 from dataplane.plan.views import rows_only
 from dataplane.transforms.options import only
@@ -86,16 +86,16 @@ def read_mapped(rows: Manifest, block: int, view: View, seed: int) -> pa.RecordB
     batch = read_block(rows, block, schema, reads, view=rows_only(view))
     shard = int(rows.block_shard[block])
     at = CalledAt("map", view.map, rows.shards.urls[shard], rows.block_in_shard(block))
-    return mapped_block(function, batch, seed, shard, at)
+    return mapped_block(function, batch, seed, shard, at, resizes=view.resizes)
 
 
 def name_of_counts(rows: Manifest, view: View, seed: int, function: UserFunction | None) -> str:
     """Return `counts_name` for a view with this function as its map."""
     from dataplane.plan.packed_blocks import counts_name
 
-    if function is None:
-        return counts_name(rows, view, 0, "")
-    return counts_name(rows, view, seed if function.takes_generator else 0, function.code)
+    is_seeded = view.bad_max or (function is not None and function.takes_generator)
+    code = "" if function is None else function.code
+    return counts_name(rows, view, seed if is_seeded else 0, code)
 
 
 def with_packs(
@@ -137,17 +137,23 @@ def with_packs(
 
 
 def packs_in(rows: Manifest, view: View, seed: int, config: NodeConfig) -> Manifest:
-    """Return the manifest of the packs of a view, from the manifest of the view's rows.
+    """Return the manifest of the samples of a view that are counted, from the manifest of the
+    view's rows.
 
-    Raises:  ConfigError: the packs were not counted here, or their tokens come from a map that may
-    not be called or cannot be imported.
+    Raises:  ConfigError: the samples were not counted here, or come from a map that may not be
+    called or cannot be imported.
     """
     pack = view.pack
-    assert pack is not None
     function = _allowed(view.map, config) if view.map else None
     counts = counted_packs(rows, name_of_counts(rows, view, seed, function), config.cache_dir)
     if counts is not None:
-        return packed(rows, np.ascontiguousarray(counts[:, 1]))
+        return made(rows, view, np.ascontiguousarray(counts[:, 1]))
+    if pack is None:
+        raise ConfigError(
+            f"the rows that {view.map!r} makes were not counted on this machine with that function "
+            "as it is now: set --cache-dir to the folder of a node that counted them",
+            field="map",
+        )
     if view.map:
         raise ConfigError(
             f"the packs of this job were not counted on this machine with {view.map!r} as it is"
@@ -170,8 +176,8 @@ def _allowed(name: str, config: NodeConfig) -> UserFunction:
     """
     if not config.allows_function(name):
         raise ConfigError(
-            f"the tokens of this job's packs are made by {name!r}, which this command may not call:"
-            f" pass --allowed-functions {name}",
+            f"the number of this job's samples depends on {name!r}, which this command may not "
+            f"call: pass --allowed-functions {name}",
             field="map",
         )
     return imported_map(name)

@@ -228,6 +228,12 @@ def may_map(settings: Settings, job: Traced) -> bool:
     maps = dict.fromkeys(source.view.map for source in job.sources if source.view.map)
     config = node_config(settings)
     if refused := [name for name in maps if not config.allows_function(name)]:
+        if any(source.view.resizes for source in job.sources):
+            raise ConfigError(
+                "the rows of this job are made by its map, which this command may not call: pass "
+                f"--allowed-functions {shlex.quote(' '.join(refused))}",
+                field="map",
+            )
         output.warn(
             f"these are the stored columns: batches have those that {' and '.join(refused)} made "
             f"of them. To call it here, pass --allowed-functions {shlex.quote(' '.join(refused))}"

@@ -387,7 +387,7 @@ def _stages(settings: Settings, options: Mapping[str, Any]) -> Callable[[Traced,
 
     def samples(whole: Manifest, view: View, seed: int) -> Manifest:
         rows = viewed(whole, rows_only(view), STORES.connect, config)
-        return rows if view.pack is None else packs_in(rows, view, seed, config)
+        return packs_in(rows, view, seed, config) if view.is_counted else rows
 
     @functools.cache
     def opened(urls: tuple[str, ...]) -> Manifest:
@@ -453,13 +453,13 @@ def _source(
     settings: Settings, spec: JobSpec, name: str, rows: Manifest, view: View
 ) -> TracedSource:
     """Return a source, from the manifest of its view's rows."""
-    if view.pack is None:
+    if not view.is_counted:
         return TracedSource(name, rows, view)
     from dataplane.commands.packs import packs_in
     from dataplane.settings import node_config
 
-    packs = packs_in(rows, view, spec.seed, node_config(settings))
-    return TracedSource(name, packs, view, rows)
+    samples = packs_in(rows, view, spec.seed, node_config(settings))
+    return TracedSource(name, samples, view, None if view.pack is None else rows)
 
 
 def _places(ledger: Ledger, given: Sequence[str]) -> list[SourceUrls]:

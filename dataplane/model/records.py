@@ -374,7 +374,8 @@ class View(Struct, frozen=True):
     `sample` or `split_to` of 0 means all. `limit` is a number of rows, 0 for all. `map` and
     `collate` are functions, as "package.module:function". With `pack`, the samples are packs of
     these rows. `bad_max` is the share of an epoch's samples that may be replaced by others since
-    they cannot be read; 0 if one of them ends the run.
+    they cannot be read; 0 if one of them ends the run. `resizes`: the map may return another number
+    of rows than it gets, and the samples are those that it returns.
     """
 
     where: str = ""
@@ -386,6 +387,12 @@ class View(Struct, frozen=True):
     collate: str = ""
     pack: PackSpec | None = None
     bad_max: float = 0.0
+    resizes: bool = False
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether the number of samples of each block must be counted by making them."""
+        return self.pack is not None or self.resizes
 
     @property
     def pads(self) -> bool:

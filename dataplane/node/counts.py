@@ -1,5 +1,5 @@
 """Facts about a whole dataset that the node's workers count once: the distinct values of columns
-that come as codes, and the packs of blocks.
+that come as codes, and the samples that blocks make: packs, or the rows of a map that resizes.
 
 The node reads a column that comes as codes as a trainer would, from its first row to its last, and
 keeps the distinct values. Fetching, decoding and budgets are the same as for any job.
@@ -32,14 +32,14 @@ from dataplane.index.journal import SealedFiles, digest
 from dataplane.index.viewing import counted_packs, kept_packs, pack_files
 from dataplane.model.config import JobSpec, NodeConfig
 from dataplane.model.errors import ConfigError, DataplaneError
-from dataplane.model.records import ColumnSpec, Kind, PackSpec, View
+from dataplane.model.records import ColumnOptions, ColumnSpec, Kind, PackSpec, View
 from dataplane.node.dataset import Dataset, dataset_of
-from dataplane.node.job_columns import columns_of
+from dataplane.node.job_columns import columns_of, columns_to_find
 from dataplane.node.own_reads import Categories, FoundOnce, MappedReader, OwnReads
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import Order
 from dataplane.plan.orders import order_of
-from dataplane.plan.packed_blocks import NUMBERS, counts_name, packed, packing_in
+from dataplane.plan.packed_blocks import NUMBERS, counts_name, made, packed, packing_in
 from dataplane.plan.packs import Int64, Packing
 from dataplane.plan.shards import named
 from dataplane.rpc.codec import decode
@@ -49,6 +49,7 @@ from dataplane.transforms.columns import is_null_name
 from dataplane.transforms.leaves import canonical_type
 from dataplane.transforms.options import only, to_find_values
 from dataplane.transforms.packing import PACKING, delivered_columns
+from dataplane.worker.block_mapping import COUNTED_ROWS
 from dataplane.worker.limits import WorkerBytes
 
 VALUES_MAX = 1 << 20
@@ -333,49 +334,50 @@ class PackCounter:
     async def packed(
         self, manifest: Manifest, view: View, seed: int, urls: Sequence[str]
     ) -> PackedManifest:
-        """Return the manifest of the packs of a view, from that of its rows; the same manifest if
-        the view has no packs. `urls` are those that the user passed.
+        """Return the manifest of the samples that the rows of a view make, from that of its rows;
+        the same manifest if these are its samples. `urls` are those that the user passed.
 
-        Raises:  ConfigError: the columns cannot be packed, or make no packs.  DataplaneError: as
+        Raises:  ConfigError: the columns cannot be packed, or make no samples.  DataplaneError: as
         for any job that reads the columns.
         """
-        if view.pack is None:
+        if not view.is_counted:
             return PackedManifest(manifest)
         name = await self._name(manifest, view, seed, urls)
         counts = await asyncio.to_thread(counted_packs, manifest, name, self._config.cache_dir)
         dataset: Dataset | None = None
         if counts is None:
-            with LongWork("counting packs", urls, "blocks", _ADVICE) as work:
+            doing = ("counting packs", _ADVICE) if view.pack else ("counting the rows of map=", "")
+            with LongWork(doing[0], urls, "blocks", doing[1]) as work:
                 work.advance(0, manifest.block_count)
-                key = (manifest, view, view.pack, seed)
-                counts, dataset = await self._counted(*key, name, work)
+                counts, dataset = await self._counted(manifest, view, seed, name, work)
         try:
             if not counts[:, 1].any():
-                raise _no_packs(manifest, view.pack, packing_in(counts))
+                raise _no_samples(manifest, view, packing_in(counts))
             of_blocks = np.ascontiguousarray(counts[:, 1])
-            of_packs = await asyncio.to_thread(packed, manifest, of_blocks)
+            of_packs = await asyncio.to_thread(made, manifest, view, of_blocks)
         except BaseException:
             if dataset is not None:
                 self._reads.forget(dataset)
             raise
         counted = None if dataset is None else CountedBlocks(dataset)
-        return PackedManifest(of_packs, packing_in(counts), name, counts, counted)
+        packing = None if view.pack is None else packing_in(counts)
+        return PackedManifest(of_packs, packing, name, counts, counted)
 
     async def _name(self, manifest: Manifest, view: View, seed: int, urls: Sequence[str]) -> str:
         """Return the name under which the counts are stored."""
         if not view.map:
-            return counts_name(manifest, view, 0, "")
+            return counts_name(manifest, view, seed, "")
         spec = JobSpec(manifest.fingerprint, seed, view=view)
         with LongWork(f"calling map={view.map!r} over the first rows", urls, "rows"):
             mapped = await self._mapped_reader.of_job(manifest, spec)
         assert mapped is not None
-        return counts_name(manifest, view, seed if mapped.takes_generator else 0, mapped.code)
+        is_seeded = mapped.takes_generator or view.bad_max
+        return counts_name(manifest, view, seed if is_seeded else 0, mapped.code)
 
     async def _counted(
         self,
         manifest: Manifest,
         view: View,
-        pack: PackSpec,
         seed: int,
         name: str,
         work: LongWork,
@@ -384,6 +386,8 @@ class PackCounter:
 
         Shapes:  result: int64[K, NUMBERS].
         """
+        # Rows that a map makes are counted as packs of one token.
+        pack = view.pack or PackSpec(COUNTED_ROWS.names[0], 1)
         if not self._config.has_workers:
             raise ConfigError(
                 "a node counts the packs of a dataset with its own workers, and this one has none"
@@ -398,6 +402,11 @@ class PackCounter:
             view=replace(view, pack=replace(pack, outputs=(PACKING,))),
         )
         mapped = await self._mapped_reader.of_job(manifest, spec)
+        if view.pack is None:
+            spec = replace(spec, column_options=ColumnOptions())
+            columns = await asyncio.to_thread(columns_to_find, manifest, mapped)
+        else:
+            columns = await asyncio.to_thread(columns_of, manifest, spec, mapped)
         dataset = await asyncio.to_thread(
             dataset_of,
             self._reads.new_dataset_id(),
@@ -405,7 +414,7 @@ class PackCounter:
             spec,
             worker_bytes=WorkerBytes.of(self._config),
             arena_bytes=self._config.block_arena_bytes,
-            known=await asyncio.to_thread(columns_of, manifest, spec, mapped),
+            known=columns,
         )
         delivered_columns(dataset.columns.specs, spec)
         try:
@@ -465,7 +474,14 @@ async def _watch(dataset: Dataset, before: int, work: LongWork) -> None:
         work.advance(before + int(np.count_nonzero(marks.is_exact)), total)
 
 
-def _no_packs(manifest: Manifest, pack: PackSpec, packing: Packing) -> ConfigError:
+def _no_samples(manifest: Manifest, view: View, packing: Packing) -> ConfigError:
+    pack = view.pack
+    if pack is None:
+        return ConfigError(
+            f"map={view.map!r} makes no rows of the {manifest.sample_count} rows of "
+            f"{named(manifest.urls)}: let it return some",
+            field="map",
+        )
     if not packing.tokens:
         advice = "name rows that have some"
     elif packing.short_documents:

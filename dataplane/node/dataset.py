@@ -27,7 +27,7 @@ from dataplane.node.job_columns import (
 from dataplane.plan.columns import scaled
 from dataplane.plan.defaults import BlockSizes
 from dataplane.plan.manifest import Manifest
-from dataplane.plan.packed_blocks import row_counts
+from dataplane.plan.packed_blocks import given_counts, row_counts
 from dataplane.plan.permute import Words
 from dataplane.plan.shards import starts_of
 from dataplane.plan.views import filters, first_rows, has_shares, shard_words
@@ -44,7 +44,7 @@ from dataplane.transforms.made_columns import MappedColumns, mapped_in, with_map
 from dataplane.transforms.packing import packed_columns
 from dataplane.transforms.restart_indexes import restart_index_bytes
 from dataplane.transforms.row_filter import reads_columns
-from dataplane.worker.block_mapping import FOUND_COLUMNS
+from dataplane.worker.block_mapping import COUNTED_ROWS, FOUND_COLUMNS
 from dataplane.worker.columns import Ints, RowLayout, offset_bytes
 from dataplane.worker.death import WorkerPlace
 from dataplane.worker.limits import WorkerBytes
@@ -184,7 +184,7 @@ class Dataset(Struct, frozen=True, eq=False, weakref=True):
         return tasks.RawBlockRef(
             url=shards.urls[shard],
             index=shards.block_in_shard(shard, block),
-            rows=row_counts(manifest).item(block),
+            rows=given_counts(manifest).item(block),
             place=place,
             preamble_place=shards.preamble(shard),
             shard_bytes=shards.size_bytes.item(shard),
@@ -193,6 +193,7 @@ class Dataset(Struct, frozen=True, eq=False, weakref=True):
             path=self.path(block) if arena is None else None,
             pieces=() if self.projection is None else self.projection.pieces(block, place),
             shard=shard,
+            made_rows=0 if manifest.given is None else manifest.block_rows.item(block),
             **(self.stored.of_block(block) or {"first_row": self._first_row(block)}),
         )
 
@@ -290,7 +291,7 @@ def _whole_bytes(manifest: Manifest, projection: Projection | None) -> Ints:
     """
     if projection is None or manifest.whole is None:
         return manifest.block_decoded if projection is None else projection.decoded
-    return scaled(projection.decoded, row_counts(manifest), stored_rows(manifest))
+    return scaled(projection.decoded, given_counts(manifest), stored_rows(manifest))
 
 
 def _decoded_bytes(
@@ -302,8 +303,8 @@ def _decoded_bytes(
     """Return the bytes of each block once decoded, as far as the index knows."""
     size, rows = _whole_bytes(manifest, projection), row_counts(manifest)
     growth = _list_growth(columns.plan.leaves)
-    if columns.finds_columns:
-        size = rows * offset_bytes(FOUND_COLUMNS.types[0])
+    if columns.finds is not None:
+        size = rows * offset_bytes(columns.finds.types[0])
     elif columns.mapped is not None:
         size = (rows * columns.mapped.row_bytes * _MAPPED_SHARE * growth).astype(np.int64)
     elif row_layout is not None and columns.is_fixed:
@@ -424,7 +425,8 @@ def _message(
         column_options=spec.column_options,
         memory_bytes=memory_bytes,
         view=structs.replace(spec.view, collate=""),
-        finds_columns=found.finds_columns,
+        finds_columns=found.finds is FOUND_COLUMNS,
+        counts_rows=found.finds is COUNTED_ROWS,
         seed=spec.seed if is_random or spec.view.bad_max else 0,
     )
 

@@ -30,7 +30,7 @@ from dataplane.model.records import End, Kind, PackPolicy
 from dataplane.model.redact import redacted, unsigned
 from dataplane.node.dataset import Dataset
 from dataplane.node.fetch import Trouble
-from dataplane.plan.packed_blocks import row_counts
+from dataplane.plan.packed_blocks import given_counts
 from dataplane.rpc import tasks
 from dataplane.rpc.membership import MemberProgress
 from dataplane.rpc.messages import FromNodeBody, OpenJob, Slab, Working
@@ -128,7 +128,7 @@ def bad_limit(spec: JobSpec, datasets: Sequence[Dataset]) -> int | None:
     """
     if not spec.bad_max:
         return None
-    rows = sum(int(row_counts(dataset.manifest).sum()) for dataset in datasets)
+    rows = sum(int(given_counts(dataset.manifest).sum()) for dataset in datasets)
     return math.ceil(spec.bad_max * rows)
 
 

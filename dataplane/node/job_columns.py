@@ -19,7 +19,7 @@ from dataplane.transforms.lists import LISTS
 from dataplane.transforms.made_columns import MappedColumns
 from dataplane.transforms.nulls import Fills
 from dataplane.transforms.row_filter import reads_columns
-from dataplane.worker.block_mapping import FOUND_COLUMNS
+from dataplane.worker.block_mapping import COUNTED_ROWS, FOUND_COLUMNS
 from dataplane.worker.columns import RowLayout
 from dataplane.worker.row_layout import plan_row_layout
 from dataplane.worker.stacking import StackedPlan, plan_stacked
@@ -30,7 +30,8 @@ class Columns(Struct, frozen=True):
     `is_canonical`: zero-copy blocks have them in canonical form. `is_fixed`: all rows have the same
     size. `fixed_bytes` is the size of a row over the columns of fixed size. `row_layout`: the
     layout of packed rows. `mapped` are the columns that a map makes, and `top_level` those of the
-    shards that workers decode. `finds_columns`: this job only determines which columns a map makes.
+    shards that workers decode. `finds` is the schema of blocks that tell which columns the map
+    makes, or how many rows; None if they have the columns themselves.
     """
 
     schema: pa.Schema
@@ -41,7 +42,7 @@ class Columns(Struct, frozen=True):
     fixed_bytes: int
     row_layout: RowLayout | None
     mapped: MappedColumns | None = None
-    finds_columns: bool = False
+    finds: pa.Schema | None = None
 
 
 def columns_of(manifest: Manifest, spec: JobSpec, mapped: MappedColumns | None = None) -> Columns:
@@ -79,18 +80,22 @@ def filled_columns(schema: pa.Schema, plan: ColumnPlan) -> frozenset[str]:
     return frozenset(missing)
 
 
-def columns_to_find(manifest: Manifest) -> Columns:
-    """Return the columns of the job that determines which columns a map makes."""
+def columns_to_find(manifest: Manifest, mapped: MappedColumns | None = None) -> Columns:
+    """Return the columns of the job that determines which columns a map makes; if they are known
+    (`mapped`), how many rows of them.
+    """
     schema = pa.ipc.read_schema(pa.py_buffer(manifest.schema))
+    finds = FOUND_COLUMNS if mapped is None else COUNTED_ROWS
     return Columns(
         schema,
-        plan_stacked(FOUND_COLUMNS, ColumnOptions()),
-        tuple(supported_names(schema)),
+        plan_stacked(finds, ColumnOptions()),
+        tuple(supported_names(schema)) if mapped is None else mapped.reads,
         is_canonical=False,
         is_fixed=False,
         fixed_bytes=0,
         row_layout=None,
-        finds_columns=True,
+        mapped=mapped,
+        finds=finds,
     )
 
 

@@ -202,8 +202,9 @@ class Manifest:
     `pack_counts`, the counts of `packed_blocks.py` by name; and `view_counts`, the rows of each
     block in views, by the views' names. The manifest of a view has the rows of the view, and the
     fingerprint of `whole`, the manifest of the whole dataset, whose blocks `kept` have rows in the
-    view. If samples are packs of rows, `block_rows` counts packs, and `documents` rows. `left` is
-    the part of the dataset that the first epoch of a stage reads, None for all of it.
+    view. If samples are packs of rows, `block_rows` counts packs, and `documents` rows. If they are
+    made by a map that resizes, `given` counts the rows that the map gets. `left` is the part of the
+    dataset that the first epoch of a stage reads, None for all of it.
 
     Shapes:  block_shard: int32[K], ascending.   block_rows: int64[K], samples, > 0.
              block_offset, block_length: int64[K], bytes in the shard.
@@ -227,6 +228,7 @@ class Manifest:
     whole: Manifest | None = None
     kept: Int64 | None = None
     documents: Int64 | None = None
+    given: Int64 | None = None
     view_counts: ViewCounts = field(default_factory=dict)
     left: Left | None = None
     stored_schema: bytes = b""

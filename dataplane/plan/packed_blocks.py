@@ -1,4 +1,6 @@
-"""The manifest of a dataset whose samples are packs of rows."""
+"""The manifest of a dataset whose samples are made of the rows of blocks: packs, or what a map
+returns.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,21 @@ from dataplane.plan.packs import PACK_BITS, Packing
 from dataplane.plan.texts import Int64
 
 NUMBERS = len(Packing.__struct_fields__)
+
+
+def made(manifest: Manifest, view: View, counts: Int64) -> Manifest:
+    """Return the manifest of a view's samples, from that of its rows, of which the blocks make this
+    many samples.
+
+    Shapes:  counts: int64[K].
+    Raises:  As `packed`.
+    """
+    samples = packed(manifest, counts)
+    return (
+        samples
+        if view.pack is not None
+        else replace(samples, documents=None, given=samples.documents)
+    )
 
 
 def packed(manifest: Manifest, counts: Int64) -> Manifest:
@@ -57,18 +74,28 @@ def row_counts(manifest: Manifest) -> Int64:
     return manifest.block_rows if manifest.documents is None else manifest.documents
 
 
+def given_counts(manifest: Manifest) -> Int64:
+    """Return the rows of each block from which its samples are made.
+
+    Shapes:  result: int64[K].
+    """
+    return row_counts(manifest) if manifest.given is None else manifest.given
+
+
 def counts_name(manifest: Manifest, view: View, seed: int, code: str) -> str:
     """Return the name under which counted packs of a view of this dataset are kept: 32 hex digits.
-    The seed is that of the view's map, 0 if it takes no random numbers, and `code` the hash of the
-    map's file; "" without one.
+    The seed is 0 if the view's map takes no random numbers, and `code` is the hash of the map's
+    file; "" without one. Rows that a map makes are counted like packs.
     """
-    assert view.pack is not None
-    # Leave out the options that have no effect on the counts.
-    pack = structs.replace(view.pack, carry=(), outputs=(), pad_value=0, balanced=False)
-    of_pack = structs.asdict(pack)
-    del of_pack["loss_mask"], of_pack["dtype"]
-    recipe = structs.asdict(structs.replace(view, collate="")) | {"pack": of_pack}
-    recipe |= {"seed": seed if view.map else 0, "code": code}
+    recipe = structs.asdict(structs.replace(view, collate="", pack=None))
+    if view.pack is not None:
+        # Leave out the options that have no effect on the counts.
+        pack = structs.replace(view.pack, carry=(), outputs=(), pad_value=0, balanced=False)
+        recipe["pack"] = structs.asdict(pack)
+        del recipe["pack"]["loss_mask"], recipe["pack"]["dtype"]
+    if not recipe["resizes"]:
+        del recipe["resizes"]
+    recipe |= {"seed": seed, "code": code}
     recipe |= {"replaces": True} if recipe.pop("bad_max") else {}
     text = f"packs-2 {manifest.fingerprint} {json.dumps(recipe, sort_keys=True)}"
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

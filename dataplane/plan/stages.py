@@ -270,7 +270,8 @@ def _among(blocks: Int64, some: dict[int, Bools]) -> Bools:
 
 
 def _rows_of(view: View) -> _Rows:
-    return view.where, view.sample, view.split_from, view.split_to
+    made = f" {view.map}" if view.resizes else ""
+    return view.where + made, view.sample, view.split_from, view.split_to
 
 
 def _shards_of(manifest: Manifest) -> Iterator[_Shard]:

@@ -81,12 +81,14 @@ class RowNames:
     """Translates between a manifest's (block, row) and (shard, row in the shard).
 
     If the manifest is that of a view, `rows_left` returns for each block the rows that the view
-    keeps, counted in the block, ascending; None if the view keeps the first rows of each block.
+    keeps, counted in the block, ascending; None if the view keeps the first rows of each block. The
+    rows that a map makes are numbered as if their shard had only these.
     """
 
     def __init__(self, manifest: Manifest, rows_left: RowsLeft | None = None) -> None:
         self._of_view, self._rows_left = manifest, rows_left
-        self._manifest = manifest.whole or manifest
+        self._kept = manifest.kept if manifest.given is None else None
+        self._manifest = manifest if manifest.given is not None else manifest.whole or manifest
         self._starts = starts_of(self._manifest.block_rows)
 
     def of(self, blocks: Int64, rows: Int64) -> tuple[Int64, Int64]:
@@ -94,7 +96,7 @@ class RowNames:
 
         Shapes:  blocks, rows, both results: int64[n].
         """
-        kept, stored = self._of_view.kept, rows
+        kept, stored = self._kept, rows
         if self._rows_left is not None:
             stored = np.empty_like(rows)
             for block in np.unique(blocks).tolist():
@@ -146,7 +148,7 @@ class RowNames:
         """Return the block, and the row's number among the view's rows of the block; None if the
         view does not contain the row.
         """
-        kept = self._of_view.kept
+        kept = self._kept
         if kept is not None:
             at = int(kept.searchsorted(block))
             if at == len(kept) or kept[at] != block:
@@ -263,7 +265,8 @@ class Substitutes:
         names = {source: RowNames(manifests[source]) for source in _used(tombstones, manifests)}
         gone = dict[tuple[int, int], dict[int, Tombstone]]()
         for tombstone in tombstones:
-            if tombstone.of_view is None and filters(sources[tombstone.source][0]):
+            view = sources[tombstone.source][0]
+            if tombstone.of_view is None and filters(view) and not view.resizes:
                 raise _without_number(tombstone)
             place = names[tombstone.source].find(tombstone.shard, tombstone.row, tombstone.of_view)
             if place is not None:  # otherwise the row's block has no packs

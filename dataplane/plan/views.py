@@ -227,16 +227,17 @@ LIMIT_MAX = (1 << 62) - 1
 def rows_only(view: View) -> View:
     """Return only the part of the view that decides which rows it contains."""
     bad_max = view.bad_max if view.where else 0.0  # without a condition, bad rows count as rows
-    return replace(view, map="", collate="", pack=None, bad_max=bad_max)
+    return replace(view, map="", collate="", pack=None, bad_max=bad_max, resizes=False)
 
 
 def samples_of(view: View, seed: int) -> tuple[View, int]:
-    """Return only the part of the view that decides how many samples it has, and the seed of its
-    map, or 0 if the seed has no effect: the number of packs depends on the rows that the map makes.
+    """Return only the part of the view that decides how many samples it has, and its seed, or 0 if
+    the seed has no effect: their number depends on what a map makes, and on the rows that replace
+    bad ones.
     """
-    if view.pack is None:
+    if not view.is_counted:
         return rows_only(view), 0
-    return replace(view, collate=""), seed if view.map else 0
+    return replace(view, collate=""), seed if view.map or view.bad_max else 0
 
 
 def check_shares(view: View) -> None:

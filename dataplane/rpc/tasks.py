@@ -66,6 +66,8 @@ class OpenDataset(Message, frozen=True):
     view: View = field(default_factory=View)  # without view.collate, which belongs to slabs
     # Decode each block to a single column that describes the columns which view.map returns for it.
     finds_columns: bool = False
+    # Decode each block to a list of one token for each row that view.map makes.
+    counts_rows: bool = False
     seed: Unsigned = 0  # seed of the random numbers of view.map; 0 if view.map takes none
 
 
@@ -73,7 +75,8 @@ class RawBlockRef(Message, frozen=True):
     """The bytes of one block: in the block arena (preamble, then body), or in a local file. If only
     some of the bytes are needed, `pieces` lists them. A preamble in the arena of preambles has a
     number, and no room is taken for the preamble in the block arena. If a view has only some of the
-    block's rows, `rows` counts the rows of the view and `stored_rows` all rows of the block.
+    block's rows, `rows` counts the rows of the view and `stored_rows` all rows of the block. If a
+    map makes another number of rows of them, `made_rows` is that number, once it is known.
     """
 
     url: str
@@ -92,6 +95,7 @@ class RawBlockRef(Message, frozen=True):
     first_row: Unsigned = 0  # number, within the shard, of the first row of the whole block
     shard_word: Unsigned = 0  # stands for the shard in the keys of the rows (docs/order.md)
     shard: Unsigned = 0  # number of the shard within the dataset
+    made_rows: Unsigned = 0
 
 
 class BadBlock(Message, frozen=True):

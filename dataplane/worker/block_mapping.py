@@ -6,6 +6,7 @@ blocks have one column, whose first row lists the columns that the map returns.
 
 from __future__ import annotations
 
+import numpy as np
 import pyarrow as pa
 from msgspec import Struct
 
@@ -22,18 +23,23 @@ from dataplane.worker.functions import (
 
 FOUND_COLUMNS = pa.schema([("columns", pa.large_binary())])
 """The schema of the blocks that list the columns of a map."""
+COUNTED_ROWS = pa.schema([("rows", pa.list_(pa.uint8()))])
+"""The schema of the blocks that count the rows of a map: each is a document of one token."""
 _FIRST_ROWS = 64
 _ARGUMENT = "map"
 
 
 class BlockMapping(Struct, frozen=True):
     """Applies the function `name` to blocks. `columns` are those that the function returned for the
-    first rows; None: they must be found.
+    first rows; None: they must be found. `resizes`: it may return another number of rows, and they
+    are only counted if `counts`.
     """
 
     name: str
     seed: int
     columns: MappedColumns | None
+    resizes: bool = False
+    counts: bool = False
 
     def applied(self, batch: pa.RecordBatch, raw: tasks.RawBlockRef) -> pa.RecordBatch:
         """Apply the function to a decoded block.
@@ -45,7 +51,20 @@ class BlockMapping(Struct, frozen=True):
         if self.columns is None:
             return _found(self._find(function, batch, raw), batch.num_rows)
         check_code(function, self.columns.code, CalledAt(_ARGUMENT, self.name, raw.url, raw.index))
-        return self._mapped(function, batch, raw, self.columns.schema)
+        made = self._mapped(function, batch, raw, self.columns.schema)
+        return counted_rows(made.num_rows) if self.counts else made
+
+    def check(self, made: pa.RecordBatch, raw: tasks.RawBlockRef) -> None:
+        """Check that a whole block has as many rows as when they were counted.
+
+        Raises:  FunctionError: it has not.
+        """
+        if raw.made_rows and made.num_rows != raw.made_rows:
+            raise CalledAt(_ARGUMENT, self.name, raw.url, raw.index).fault(
+                f"returned {made.num_rows} rows, and {raw.made_rows} when they were counted: with "
+                "resizes=True it must always return the same for the same rows. Give it another "
+                "`version` when a file that it opens, or code that it imports, changes"
+            )
 
     def _mapped(
         self,
@@ -55,7 +74,7 @@ class BlockMapping(Struct, frozen=True):
         schema: pa.Schema | None,
     ) -> pa.RecordBatch:
         at = CalledAt(_ARGUMENT, self.name, raw.url, raw.index)
-        return mapped_block(function, batch, self.seed, raw.shard, at, schema)
+        return mapped_block(function, batch, self.seed, raw.shard, at, schema, resizes=self.resizes)
 
     def _find(
         self, function: UserFunction, batch: pa.RecordBatch, raw: tasks.RawBlockRef
@@ -83,6 +102,12 @@ class BlockMapping(Struct, frozen=True):
         row_bytes = sum(column.nbytes for column in some.columns) // max(some.num_rows, 1) + 1
         schema = some.schema.remove_metadata()
         return MappedColumns(schema, reads, row_bytes, function.takes_generator, function.code)
+
+
+def counted_rows(rows: int) -> pa.RecordBatch:
+    """Make a block that counts this many rows."""
+    tokens = pa.ListArray.from_arrays(np.arange(rows + 1, dtype=np.int32), np.zeros(rows, np.uint8))
+    return pa.record_batch([tokens], COUNTED_ROWS.names)
 
 
 def _found(columns: MappedColumns, rows: int) -> pa.RecordBatch:

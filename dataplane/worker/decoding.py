@@ -14,10 +14,15 @@ from dataplane.formats.unsupported import supported_names
 from dataplane.model.errors import CorruptShard, FunctionError
 from dataplane.model.records import Region
 from dataplane.rpc import tasks
-from dataplane.transforms.made_columns import mapped_in
+from dataplane.transforms.made_columns import MappedColumns, mapped_in
 from dataplane.transforms.row_filter import BlockRows, RowFilter, filtered, reads_columns
 from dataplane.worker import row_layout, salvaging
-from dataplane.worker.block_mapping import FOUND_COLUMNS, BlockMapping
+from dataplane.worker.block_mapping import (
+    COUNTED_ROWS,
+    FOUND_COLUMNS,
+    BlockMapping,
+    counted_rows,
+)
 from dataplane.worker.columns import Ints, RowLayout
 from dataplane.worker.mapped import MappedShards
 from dataplane.worker.pack_blocks import PackForm
@@ -46,6 +51,11 @@ class ReadDataset(Struct):
     replaces: bool
     seed: int
 
+    @property
+    def makes_samples(self) -> bool:
+        """Whether samples are made of several rows, or a row makes several."""
+        return self.packs is not None or (self.mapping is not None and self.mapping.resizes)
+
 
 def read_dataset(body: tasks.OpenDataset, schema: pa.Schema) -> ReadDataset:
     """Return the dataset that this message describes; `schema` is its whole schema."""
@@ -54,7 +64,8 @@ def read_dataset(body: tasks.OpenDataset, schema: pa.Schema) -> ReadDataset:
         plan = plan_stacked(FOUND_COLUMNS, body.column_options)
         top_level = tuple(supported_names(schema))
     elif mapped is not None:
-        plan, top_level = plan_stacked(mapped.schema, body.column_options), mapped.reads
+        made = COUNTED_ROWS if body.counts_rows else mapped.schema
+        plan, top_level = plan_stacked(made, body.column_options), mapped.reads
     else:
         plan = plan_stacked(schema, body.column_options)
         top_level = plan.leaves.top_level
@@ -69,10 +80,17 @@ def read_dataset(body: tasks.OpenDataset, schema: pa.Schema) -> ReadDataset:
         None if body.view.pack is None else PackForm.of(plan.specs, body.view.pack),
         RowFilter.of(body.view, schema),
         top_level,
-        BlockMapping(body.view.map, body.seed, mapped) if body.view.map else None,
+        _mapping(body, mapped),
         body.view.bad_max > 0,
         body.seed,
     )
+
+
+def _mapping(body: tasks.OpenDataset, mapped: MappedColumns | None) -> BlockMapping | None:
+    view = body.view
+    if not view.map:
+        return None
+    return BlockMapping(view.map, body.seed, mapped, resizes=view.resizes, counts=body.counts_rows)
 
 
 def canonical_batch(
@@ -93,6 +111,8 @@ def canonical_batch(
     )  # fmt: skip
     if dataset.replaces:
         batch, numbers, bad = _salvaged(dataset, raw, block)
+        if dataset.mapping is not None:
+            dataset.mapping.check(batch, raw)
         batch, places = _canonical(dataset, batch, raw.url)
         marks = salvaging.replaced(raw, numbers, bad, dataset.seed) if bad else []
         return salvaging.marked(batch, marks), places
@@ -102,6 +122,7 @@ def canonical_batch(
         batch = _viewed(dataset, batch, raw)
     if dataset.mapping is not None:
         batch = dataset.mapping.applied(batch, raw)
+        dataset.mapping.check(batch, raw)
     return _canonical(dataset, batch, raw.url)
 
 
@@ -118,9 +139,13 @@ def other_batch(
         other.preamble_place, memoryview(bad.preamble), memoryview(bad.content),
     )  # fmt: skip
     batch, numbers, _ = _salvaged(dataset, other, block)
-    rows = [row % batch.num_rows for row in range(raw.rows)]
+    mapping, count = dataset.mapping, raw.made_rows or raw.rows
+    if mapping is not None and mapping.counts:
+        batch = counted_rows(count)  # the block counts as many rows as the map would get
+    rows = [row % batch.num_rows for row in range(count)]
     batch, places = _canonical(dataset, salvaging.taken(batch, rows), other.url)
-    marks = salvaging.all_replaced(raw, other, [numbers[row] for row in rows], bad.reason)
+    stand_ins = [numbers[row % len(numbers)] for row in range(raw.rows)]
+    marks = salvaging.all_replaced(raw, other, stand_ins, bad.reason)
     return salvaging.marked(batch, marks), places
 
 

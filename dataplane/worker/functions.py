@@ -345,19 +345,22 @@ def mapped(
     generator: np.random.Generator | None,
     at: CalledAt,
     schema: pa.Schema | None = None,
+    *,
+    resizes: bool = False,
 ) -> pa.RecordBatch:
     """Apply the function to a block, and check the result against this schema, or against its own.
 
-    Raises:  FunctionError: the function fails, or returns other columns, rows or types.
+    Raises:  FunctionError: the function fails, or returns other columns, types or, unless it
+    `resizes`, another number of rows.
     """
     columns = dict(zip(batch.schema.names, batch.columns, strict=True))
     returned = called(function, columns, generator, at)
     with results_of(at):
-        return _as_block(returned, batch.num_rows, at, schema)
+        return _as_block(returned, None if resizes else batch.num_rows, at, schema)
 
 
 def _as_block(
-    returned: Mapping[str, object], row_count: int, at: CalledAt, schema: pa.Schema | None
+    returned: Mapping[str, object], row_count: int | None, at: CalledAt, schema: pa.Schema | None
 ) -> pa.RecordBatch:
     if schema is not None and set(returned) != set(schema.names):
         raise at.fault(
@@ -369,11 +372,18 @@ def _as_block(
         _array(returned[name], None if schema is None else schema.field(name).type, name, at)
         for name in names
     ]
+    expected = len(arrays[0]) if row_count is None else row_count
     for name, array in zip(names, arrays, strict=True):
-        if len(array) != row_count:
+        if len(array) != expected and row_count is None:
+            raise at.fault(
+                f"returned {expected} rows in column {names[0]!r}, and {len(array)} in {name!r}: "
+                "all columns must have the same number"
+            )
+        if len(array) != expected:
             raise at.fault(
                 f"returned {len(array)} rows in column {name!r}, and got {row_count}: a map "
-                "returns one row for each (where= leaves rows out)"
+                "returns one row for each, unless the loader has resizes=True (where= leaves rows "
+                "out before it)"
             )
     return pa.RecordBatch.from_arrays(arrays, names=names)
 
@@ -385,13 +395,15 @@ def mapped_block(
     shard: int,
     at: CalledAt,
     schema: pa.Schema | None = None,
+    *,
+    resizes: bool = False,
 ) -> pa.RecordBatch:
     """Apply the function to a block, with the generator of a job with this seed if the function
     takes one. `shard` is the number of the block's shard, and `at` names the block.
     """
     assert at.block is not None
     generator = block_generator(seed, shard, at.block) if function.takes_generator else None
-    return mapped(function, batch, generator, at, schema)
+    return mapped(function, batch, generator, at, schema, resizes=resizes)
 
 
 def _array(given: object, wanted: pa.DataType | None, name: str, at: CalledAt) -> pa.Array:

@@ -257,7 +257,7 @@ def _assemble(state: _State, body: tasks.Assemble) -> tasks.Assembled:
     try:
         if body.say_where:
             _read_one_by_one(state, dataset, body, rows)
-        told = _replaced_in(blocks, rows[body.part], packs=dataset.packs is not None)
+        told = _replaced_in(blocks, rows[body.part], of_samples=not dataset.makes_samples)
         gathers = partial(_gather_of, state, dataset, told)
         others = partial(stand_ins, body, blocks, told)
         gather = slab_gather(dataset, body, rows, gathers, state.tell, others)
@@ -277,15 +277,16 @@ def _assemble(state: _State, body: tasks.Assemble) -> tasks.Assembled:
 
 
 def _replaced_in(
-    blocks: Sequence[OpenBlock], rows: RowIndex, *, packs: bool
+    blocks: Sequence[OpenBlock], rows: RowIndex, *, of_samples: bool
 ) -> dict[tuple[str, int], ReplacedRow]:
-    """Return the rows of a slab whose content comes from other rows of their blocks. If rows are
-    packs, return all such rows of the blocks, since a pack may contain any of them.
+    """Return the rows of a slab whose content comes from other rows of their blocks. Unless these
+    are samples themselves, return all such rows of the blocks, since a sample may be made of any.
     """
     replaced: dict[tuple[str, int], ReplacedRow] = {}
     for at, block in enumerate(blocks):
         if block.replaced:
-            used = block.replaced.keys() if packs else set(rows[rows[:, 0] == at, 1].tolist())
+            own = set(rows[rows[:, 0] == at, 1].tolist())
+            used = own if of_samples else block.replaced.keys()
             some = (row for place, row in block.replaced.items() if place in used)
             replaced |= {(row.url, row.row): row for row in some}
     return replaced

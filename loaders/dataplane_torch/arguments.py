@@ -262,7 +262,23 @@ def _view(options: UrlOptions) -> View:
         collate=function_name(options["collate"], "collate"),
         pack=pack_spec(options["pack"]),
         bad_max=_bad_max(options),
+        resizes=_resizes(options),
     )
+
+
+def _resizes(options: UrlOptions) -> bool:
+    resizes = options["resizes"]
+    if resizes not in {False, True}:
+        raise ConfigError(f"resizes={resizes!r:.80}: pass True or False", field="resizes")
+    if resizes and (options["map"] is None or options["pack"] is not None):
+        advice = (
+            "without map=, which it is about: pass both"
+            if options["map"] is None
+            else "with pack=: let map return an empty list to leave a document out of packs, "
+            "which cut long documents themselves"
+        )
+        raise ConfigError(f"resizes=True {advice}", field="resizes")
+    return bool(resizes)
 
 
 def refuse_torch_arguments(given: Mapping[str, Any]) -> None:

@@ -89,6 +89,7 @@ class DataLoader(LoaderBase[_T_co]):
       bad_images: str = "raise"  "replace" delivers another row for one that cannot be decoded
     Functions and packs
       map: function              makes columns of those of a block, in the node's workers
+      resizes: bool = False      map may return another number of rows than it gets
       collate: function          makes arrays of those of a batch, in the node's workers
       pack: Pack                 samples of several rows of tokens
       balance: str               "cost" gives all ranks packs of about the same cost

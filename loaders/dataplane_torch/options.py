@@ -80,6 +80,8 @@ class FunctionArguments(TypedDict, total=False):
     """A function of a module, or its name `"package.module:function"`. Workers call it over the
     columns of each block, and keep the columns that it returns.
     """
+    resizes: bool
+    """`map` may return another number of rows than it gets; the first run counts them."""
     collate: Function | None
     """A function, as `map`, which workers call over each batch, with arrays in place of tensors. It
     returns arrays of any shape, which come as tensors.
@@ -169,6 +171,7 @@ DEFAULTS: Final[Mapping[str, object]] = {
     "bad_images": RAISE,
     "on_bad": RAISE,
     "dataset_moved": False,
+    "resizes": False,
     "replay_first_slab": False,
 }
 

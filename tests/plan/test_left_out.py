@@ -24,11 +24,12 @@ from dataplane.model.errors import ConfigError
 from dataplane.model.records import DatasetIdentity, End, Exhausted, PackSpec, Region, Stream, View
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.orders import delivered_order, job_order, order_of
-from dataplane.plan.packed_blocks import packed
+from dataplane.plan.packed_blocks import given_counts, made, packed
 from dataplane.plan.shards import Shard
 from dataplane.plan.slices import Slice
 from dataplane.plan.tombstones import (
     RowNames,
+    Substitutes,
     check_tombstones,
     places_of,
     rows_of_step,
@@ -434,3 +435,20 @@ def test_ranges_that_touch_or_overlap_are_one_and_other_epochs_have_none():
     skips = (Skip(0, 0, 8), Skip(0, 8, 16), Skip(0, 12, 14), Skip(0, 20, 24), Skip(1, 0, 4))
     assert Changes(skips).gaps(0) == Gaps(((0, 16), (20, 24)))
     assert Changes(skips).gaps(2) == Gaps()
+
+
+def test_rows_that_a_map_makes_are_numbered_and_replaced_among_themselves():
+    whole = manifest_of([[4, 4], [4]])
+    of_view = whole.viewed(np.array([2, 4, 3]))
+    samples = made(of_view, View(map="m:f", resizes=True), np.array([0, 7, 3]))
+    assert samples.block_rows.tolist() == [7, 3]
+    assert given_counts(samples).tolist() == [4, 3]
+    names = RowNames(samples)
+    shards, rows = names.of(np.array([0, 0, 1]), np.array([0, 6, 2]))
+    assert (shards.tolist(), rows.tolist()) == ([0, 0, 1], [0, 6, 2])
+    assert names.block_of(0, 6) == (0, 6)
+    assert names.row_count(0) == 7
+    spec = JobSpec(samples.fingerprint, view=View(where="x > 1", map="m:f", resizes=True))
+    instead = Substitutes(spec, [samples], [Tombstone(0, 5)]).of(np.array([0, 0]), np.array([5, 4]))
+    assert instead[0] == plain.substitute(0, 0, 5, 7, {5})
+    assert instead[1] == 4

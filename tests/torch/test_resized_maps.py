@@ -1,0 +1,170 @@
+"""`map=` with `resizes=True`: a map drops and multiplies rows. The twin is a dataset whose blocks
+store what the map makes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import user_functions
+from dataplane_torch import DataLoader, Mixture, Pack, Source
+
+from dataplane.cli import run
+from dataplane.model.errors import ConfigError, FunctionError
+
+pytestmark = pytest.mark.usefixtures("shared_node")
+ROWS, GROUP = 60, 12
+MAPPED: dict[str, Any] = {"map": user_functions.repeats, "resizes": True}
+SHUFFLED: dict[str, Any] = {"shuffle": True, "seed": 3, "lanes": 2, "window": 20}
+
+
+def written(folder: Path, seed: int = 0, shards: int = 2) -> tuple[str, str]:
+    """Rows (id, times), and the rows that `repeats` makes of each block; some make none."""
+    draw = random.Random(seed)
+    stored, made = folder / "stored", folder / "made"
+    for place in (stored, made):
+        place.mkdir()
+    for shard in range(shards):
+        ids = range(shard * ROWS, (shard + 1) * ROWS)
+        times = [0 if row % ROWS // GROUP == 3 else draw.choice((0, 0, 1, 1, 2, 5)) for row in ids]
+        table = pa.table({"id": ids, "times": times, "unused": [0.5] * ROWS})
+        pq.write_table(table, stored / f"{shard}.parquet", row_group_size=GROUP)
+        parts = [table.slice(at, GROUP) for at in range(0, ROWS, GROUP)]
+        write_blocks(made / f"{shard}.parquet", parts)
+    return str(stored), str(made)
+
+
+def write_blocks(path: Path, parts: list[pa.Table]) -> None:
+    made = [pa.table(user_functions.repeats(dict(zip(part.column_names, part.itercolumns(),
+                                                     strict=True)))) for part in parts]  # fmt: skip
+    with pq.ParquetWriter(path, made[0].schema) as writer:
+        for table in made:
+            writer.write_table(table, row_group_size=1000)
+
+
+def batches_of(url: Any, state: Any = None, **given: Any) -> tuple[list[list[Any]], list[Any]]:
+    """The rows of each batch, and the state after each."""
+    with DataLoader(url, **{"global_batch_size": 12, **given}) as loader:
+        if state is not None:
+            loader.load_state_dict(state)
+        count, rows, states = len(loader), [], []
+        for batch in loader:
+            rows.append([*zip(batch["id"].tolist(), batch["copy"].tolist(), strict=True)])
+            states.append(loader.state_dict())
+        assert state is not None or len(rows) == count
+    return rows, states
+
+
+def dealt(ranks: list[list[list[Any]]]) -> list[list[Any]]:
+    return [
+        [row for turn in itertools.zip_longest(*step) for row in turn if row is not None]
+        for step in zip(*ranks, strict=True)
+    ]
+
+
+def same(batches: list[list[Any]], expected: list[list[Any]]) -> None:
+    """Compare batches; where the last two are cut may depend on the ranks."""
+    count = max(min(len(batches), len(expected)) - 2, 0)
+    assert batches[:count] == expected[:count]
+    assert [*itertools.chain(*batches)] == [*itertools.chain(*expected)]
+
+
+@pytest.mark.parametrize("order", [{}, SHUFFLED], ids=["stored", "shuffled"])
+def test_rows_are_those_of_a_dataset_that_stores_them_on_any_ranks_and_after_any_resume(
+    tmp_path: Path, order: dict[str, Any]
+) -> None:
+    stored, made = written(tmp_path, seed=len(order))
+    expected, _ = batches_of(made, **order)
+    found, states = batches_of(stored, **MAPPED, **order)
+    assert found == expected
+    for size in (2, 3):
+        ranks = [batches_of(stored, dp_rank=at, dp_size=size, **MAPPED, **order)[0]
+                 for at in range(size)]  # fmt: skip
+        same(dealt(ranks), expected)
+    for step in (0, 2, len(expected) - 3):
+        rest = [batches_of(stored, states[step], dp_rank=at, dp_size=2, **MAPPED, **order)[0]
+                for at in range(2)]  # fmt: skip
+        same(dealt(rest), expected[step + 1 :])
+
+
+def test_the_map_gets_the_rows_of_the_view_and_the_limit_counts_them(tmp_path: Path) -> None:
+    stored, _ = written(tmp_path)
+    where = "id % 3 == 1 and times < 5"
+    for view in ({"where": where}, {"where": where, "split": ("train", 0.6)}, {"limit": 20}):
+        with DataLoader(stored, batch_size=500, **view) as loader:
+            (batch,) = loader
+        columns = {name: pa.array(batch[name].tolist()) for name in ("id", "times")}
+        made = user_functions.repeats(columns)
+        found, _ = batches_of(stored, global_batch_size=500, **view, **MAPPED)
+        assert found == [[*zip(made["id"].to_pylist(), made["copy"].to_pylist(), strict=True)]]
+
+
+def test_sources_of_a_mixture_may_resize(tmp_path: Path) -> None:
+    stored, made = written(tmp_path)
+    mixtures = [
+        Mixture({"a": Source(url, weight=0.5, **own), "b": Source(made, weight=0.5, limit=30)})
+        for url, own in ((stored, MAPPED), (made, {}))
+    ]
+    found, expected = (batches_of(mixture, shuffle=True, seed=1)[0] for mixture in mixtures)
+    assert found == expected
+
+
+def test_commands_name_the_rows_that_the_map_makes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stored, _ = written(tmp_path)
+    with DataLoader(stored, 16, **MAPPED, **SHUFFLED) as loader:
+        batch = next(iter(loader))
+        (tmp_path / "ledger").write_text(loader.ledger())
+    cache = os.environ["DATAPLANE_CACHE_DIR"]
+    command = ["replay", str(tmp_path / "ledger"), "--step", "0", "--cache-dir", cache, "--json"]
+    assert run(command) != 0
+    assert "--allowed-functions" in capsys.readouterr().err
+    allowed = ["--allowed-functions", "user_functions:"]
+    assert run([*command, *allowed]) == 0
+    rows = [row["values"] for row in json.loads(capsys.readouterr().out)]
+    assert rows == [
+        {"id": row, "copy": copy}
+        for row, copy in zip(batch["id"].tolist(), batch["copy"].tolist(), strict=True)
+    ]
+
+
+@pytest.mark.usefixtures("own_node")
+def test_a_block_with_other_rows_than_were_counted_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored, _ = written(tmp_path)
+    says = tmp_path / "rows"
+    says.write_text("7")
+    monkeypatch.setenv("ROWS_FILE", str(says))
+    options = {"map": user_functions.returns_as_a_file_says, "resizes": True, "columns": ["id"]}
+    with DataLoader(stored, 16, **options) as loader:
+        assert len([row for batch in loader for row in batch["id"].tolist()]) == 70
+        says.write_text("5")
+    with (
+        pytest.raises(FunctionError, match=r"block 0: .* returned 5 rows, and 7 when .* counted"),
+        DataLoader(stored, 16, **options) as loader,
+    ):
+        next(iter(loader))
+
+
+def test_mistakes_are_named(tmp_path: Path) -> None:
+    stored, _ = written(tmp_path)
+    with pytest.raises(FunctionError, match="one row for each, unless the loader has resizes=True"):
+        batches_of(stored, map=user_functions.repeats)
+    with pytest.raises(ConfigError, match="makes no rows of the 24 rows"):
+        batches_of(stored, where="id >= 36 and id < 48 or id >= 96 and id < 108", **MAPPED)
+    with pytest.raises(ConfigError, match="without map="):
+        DataLoader(stored, resizes=True)
+    with pytest.raises(ConfigError, match="an empty list to leave a document out"):
+        DataLoader(stored, pack=Pack("id", 8), **MAPPED)
+    with pytest.raises(ConfigError, match="resizes='no'"):
+        DataLoader(stored, map=user_functions.repeats, resizes="no")
