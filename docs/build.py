@@ -192,6 +192,7 @@ STATE = {
     "digest": "a digest of all rows so far, by which two runs can be compared",
     "mixture": "the weights of a mixture, and each change of them",
     "ledger": "the last entry of the job's [ledger](../ledger.md) that it depends on",
+    "global_batch": "how many samples a step had",
     "stages": "the former stages of a run that has changed its recipe",
 }
 

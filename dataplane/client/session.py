@@ -86,6 +86,8 @@ class Session:
         self._pinning, self._warns = pinning or NoDevice(), warns
         self._stall_timeout_s, self._open_timeout_s = stall_timeout_s, open_timeout_s
         self._mount: Mount | None = None
+        self.following: OpenJob | None = None
+        """The loader's own request, while a former stage is read to the end of its epoch."""
         self._job: JobOpened | None = None
         self._state: tuple[JobOpened, RunState] | None = None
         self._mix: MixHistory | None = None
@@ -294,25 +296,35 @@ class Session:
                 warnings.warn(sentence, stacklevel=2)
         return mount
 
-    def change(self, stages: tuple[Stage, ...], epoch: int = 0) -> None:
-        """Change to the job of a run with these former stages, which continues in this epoch. Leave
-        a job that was opened before, also if it only lacks what earlier stages left for the epoch.
+    def change(self, stages: tuple[Stage, ...], epoch: int = 0, *, finishes: bool = False) -> None:
+        """Change to the job of a run with these former stages, which continues in this epoch; with
+        `finishes`, to the last of these stages. Leave a job that was opened before, also if it only
+        lacks what earlier stages left for the epoch.
         """
         request = self.request
         first = stages[-1].next_epoch if stages else 0
         is_same = (request.epoch <= first) == (epoch <= first) or not stages
-        if request.spec.stages == stages and is_same:
+        if request.spec.stages == stages and is_same and request.finishes == finishes:
             return
-        with self._making:
-            mount, self._mount, self._job = self._mount, None, None
-            self.request = structs.replace(
-                request, spec=structs.replace(request.spec, stages=stages), epoch=epoch
-            )
-            self._member_id = _member_id(request)
-        self.epoch_samples.clear()
+        spec = structs.replace(request.spec, stages=stages)
+        self._change(structs.replace(request, spec=spec, epoch=epoch, finishes=finishes))
         if request.spec.stages != stages:
             self._mix, self.mixes_asked = None, ()
             self._mix_entries.clear()
+
+    def return_to_own(self) -> None:
+        """Return to the loader's own job, if a former stage is being finished."""
+        own, self.following = self.following, None
+        if own is not None:
+            spec = structs.replace(own.spec, stages=())
+            self._change(structs.replace(own, spec=spec, finishes=False))
+
+    def _change(self, request: OpenJob) -> None:
+        with self._making:
+            mount, self._mount, self._job = self._mount, None, None
+            self.request = request
+            self._member_id = _member_id(request)
+        self.epoch_samples.clear()
         if mount is not None:
             mount.retire()
 
@@ -395,10 +407,13 @@ class Session:
         if self._job is None:
             self._opening = Opening.of(began, reached, time.monotonic(), mount.job)
         self._job = mount.job
+        if mount.job.finishing is not None:
+            former, self.following = mount.job.finishing.request, self.request
+            self.request = structs.replace(former, member_id=self.request.member_id)
         # Use the stages of the opened job: the node leaves out the last stage if nothing has
         # changed since that stage.
         spec = structs.replace(self.request.spec, stages=mount.job.spec.stages)
-        self.request = structs.replace(self.request, spec=spec)
+        self.request = structs.replace(self.request, spec=spec, finishes=False)
         self._is_first_reported = False  # report the first batch to the new node too
         self.learn(mount.job.entries)
         return mount

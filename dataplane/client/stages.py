@@ -21,9 +21,11 @@ from dataplane.model.typed import complete
 from dataplane.rpc.messages import JobOpened
 
 _Struct = TypeVar("_Struct", bound=Struct)
-RESTART, UNREAD = "restart", "unread"
-"""The values of `change`: the first epoch of the new stage has all data, or only unread data."""
-CHANGES = (RESTART, UNREAD)
+RESTART, UNREAD, FINISH = "restart", "unread", "finish"
+"""The values of `change`: the first epoch of the new stage has all data, or only unread data; or
+the new stage begins after the end of the present epoch.
+"""
+CHANGES = (RESTART, UNREAD, FINISH)
 STAGES_MAX = 500
 """The most former stages of a run: its states name each."""
 Named = tuple[tuple[str, tuple[str, ...]], ...]
@@ -39,8 +41,8 @@ def stages_with(state: RunState, change: str, before: Named = ()) -> tuple[Stage
     if change not in CHANGES:
         raise ConfigError(
             f'change={change!r:.80}: pass "restart" (the new recipe begins an epoch with all of '
-            'its data) or "unread" (one with what the interrupted epoch had not delivered, and all '
-            "that is new)",
+            'its data), "unread" (one with what the interrupted epoch had not delivered, and all '
+            'that is new), or "finish" (it begins after the rest of the interrupted epoch)',
             field="change",
         )
     if len(state.stages) >= STAGES_MAX:
@@ -59,8 +61,17 @@ def stages_with(state: RunState, change: str, before: Named = ()) -> tuple[Stage
         unread=change == UNREAD,
         spec=_spec(state),
         before=before,
+        global_batch=state.global_batch,
     )
     return (*state.stages, ended)
+
+
+def has_begun(state: RunState) -> bool:
+    """Whether a state's epoch has a rest that can be finished: it was begun, or has only what an
+    earlier stage left.
+    """
+    is_reduced = any(stage.unread for stage in state.stages[-1:])
+    return bool(state.cursor) or (is_reduced and state.epoch == state.stages[-1].next_epoch)
 
 
 def follows(state: RunState, job: JobOpened) -> tuple[RunState, str]:
@@ -90,6 +101,21 @@ def follows(state: RunState, job: JobOpened) -> tuple[RunState, str]:
         )
     ended = f"{ended[0].upper()}{ended[1:]}"
     return begin, f"stage {number} of this run begins with epoch {epoch}: {what}. {ended}"
+
+
+def ahead(state: RunState, job: JobOpened) -> str:
+    """Return a sentence about the stage that follows when the epoch of `state` is finished; "" if
+    none does.
+    """
+    if job.finishing is None:
+        return ""
+    spec, dataset, count = job.finishing.spec, job.finishing.dataset, job.finishing.sample_count
+    own = structs.replace(job, spec=spec, dataset=dataset, sample_count=count)
+    what = "; ".join(problem.sentence for problem in state.problems(own, dataset_moved=False))
+    return (
+        f"epoch {state.epoch} goes on to its end with the recipe of the state. Stage"
+        f" {len(spec.stages) + 1} of this run begins with epoch {state.epoch + 1}: {what}"
+    )
 
 
 def check_epoch(epoch: int, stage: Stage) -> None:

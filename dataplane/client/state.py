@@ -160,8 +160,8 @@ _OLD_SHARDS = (
     "their urls"
 )
 _CHANGE = (
-    'to go on from here with another recipe or other shards, load it with change="restart" or '
-    'change="unread" (docs/training.md)'
+    'to go on from here with another recipe or other shards, load it with change="restart", '
+    'change="unread" or change="finish" (docs/training.md)'
 )
 
 
@@ -174,7 +174,8 @@ class RunState(Struct, frozen=True):
     state is the start of an epoch, but was taken in the last step of the epoch before. `digest`
     covers the rows of all steps so far, if they are known. `mix` are the weights of a mixture, and
     `asked_weights` identifies those that its loader was given. `mark` identifies the last entry of
-    the job's ledger on which the run depends. `stages` are the former stages of the run.
+    the job's ledger on which the run depends. `stages` are the former stages of the run. With
+    `global_batch`, a former stage is read to the end of its epoch; 0 if it is unknown.
     """
 
     spec_digest: str
@@ -191,6 +192,7 @@ class RunState(Struct, frozen=True):
     mark: LedgerMark | None = None
     values: Mapping[str, str] = field(default_factory=dict)
     stages: tuple[Stage, ...] = ()
+    global_batch: int = 0
 
     @classmethod
     def of(cls, job: JobOpened, epoch: int, cursor: int) -> RunState:
@@ -199,7 +201,7 @@ class RunState(Struct, frozen=True):
         return cls(
             job.digest, epoch, cursor, job.sample_count, spec.facts(), job.dataset, job.pixels,
             asked_weights=spec.asked_weights, mark=job.mark, values=spec.values(),
-            stages=spec.stages,
+            stages=spec.stages, global_batch=spec.global_batch,
         )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
@@ -228,6 +230,8 @@ class RunState(Struct, frozen=True):
             saved["mixture"] = mix_to_dict(self.mix, self.asked_weights)
         if self.mark is not None:
             saved["ledger"] = {"entry": self.mark.seq, "head": self.mark.hash}
+        if self.global_batch:
+            saved["global_batch"] = self.global_batch
         if self.stages:
             saved["stages"] = [sparse(stage) for stage in self.stages]
         return saved
@@ -293,6 +297,7 @@ class RunState(Struct, frozen=True):
             digest, epoch, cursor, count, _options(saved), _dataset(saved), pixels, in_last_step,
             None if rows is None else RowsDigest.from_dict(rows, epoch, cursor), mix, asked,
             _mark(saved), _values(saved), _stages(saved, epoch),
+            _number(saved, "global_batch") if "global_batch" in saved else 0,
         )  # fmt: skip
 
     def check(self, job: JobOpened, *, dataset_moved: bool = False) -> bool:

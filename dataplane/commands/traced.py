@@ -438,7 +438,8 @@ def _former(job: Traced, spec: JobSpec, ended: Stage, epoch: int, batch: int | N
     for entry in starts if batch is None else ():
         if entry.position.epoch <= epoch:
             batch = number_of(entry, "global_batch", 1)
-    if batch is None:
+    batch = batch or ended.global_batch
+    if not batch:
         raise ConfigError(
             f"epoch {epoch} belongs to a former stage of job {ledger.job_id!r}, and its ledger does"
             " not say how many samples a step had then: pass --global-batch",

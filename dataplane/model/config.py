@@ -312,7 +312,8 @@ class Stage(Struct, frozen=True):
     stage began with the samples that the interrupted epoch had not delivered; `before` then has
     the urls of the former stage's datasets, by the names of sources, if the user gave them. `spec`
     is the stage's spec without the dataset: fingerprints are "", and the windows of a mixture's
-    sources are unknown. `spec` is None if the saved state did not contain the spec.
+    sources are unknown. `spec` is None if the saved state did not contain the spec. `global_batch`
+    is 0 if unknown.
     """
 
     digest: str
@@ -324,6 +325,7 @@ class Stage(Struct, frozen=True):
     unread: bool = False
     spec: JobSpec | None = None
     before: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    global_batch: Unsigned = 0
 
     @property
     def next_epoch(self) -> int:

@@ -268,9 +268,9 @@ def mixed_spec(request: OpenJob, specs: Sequence[JobSpec], datasets: Sequence[Da
 
     Raises:  ConfigError: the weights are invalid.
     """
-    mixture, first = request.mixture, specs[0]
+    mixture, first, former = request.mixture, specs[0], request.spec.mixture
     assert mixture is not None
-    shares = _shares(mixture, datasets)
+    shares = _shares(mixture, datasets) if former is None else former.shares
     sources = tuple(
         SourceSpec(
             source.name, spec.fingerprint, share, _passes_max(source, mixture.exhausted),
@@ -278,23 +278,27 @@ def mixed_spec(request: OpenJob, specs: Sequence[JobSpec], datasets: Sequence[Da
         )
         for source, spec, share in zip(mixture.sources, specs, shares, strict=True)
     )  # fmt: skip
-    batch = first.global_batch if mixture.unit is MixUnit.BATCH else 1
-    tokens = mixture.length if mixture.unit is MixUnit.TOKENS else 0
-    length = _in_samples(mixture, shares) if tokens else mixture.length * batch
-    schedule = tuple(
-        ScheduledShares(change.step, shares_of(mixture, change.weights, datasets))
-        for change in mixture.schedule
-    )
+    if former is not None:  # a former stage, whose shares were computed when it began
+        mixed = replace(former, sources=sources)
+    else:
+        batch = first.global_batch if mixture.unit is MixUnit.BATCH else 1
+        tokens = mixture.length if mixture.unit is MixUnit.TOKENS else 0
+        length = _in_samples(mixture, shares) if tokens else mixture.length * batch
+        schedule = tuple(
+            ScheduledShares(change.step, shares_of(mixture, change.weights, datasets))
+            for change in mixture.schedule
+        )
+        mixed = MixtureSpec(
+            sources, mixture.exhausted, length, batch, mixture.source_column, tokens, schedule
+        )
     return replace(
         first,
         fingerprint=joined_hash(spec.fingerprint for spec in specs),
         window=max(spec.window for spec in specs),
         ramp=0,
         view=request.spec.view,
-        mixture=MixtureSpec(
-            sources, mixture.exhausted, length, batch, mixture.source_column, tokens, schedule
-        ),
-    )  # fmt: skip
+        mixture=mixed,
+    )
 
 
 def with_schedule(spec: JobSpec, counts: Sequence[int]) -> JobSpec:

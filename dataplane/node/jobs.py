@@ -117,6 +117,8 @@ class Jobs:
         await self.opener.manifests(request)
         indexed = time.monotonic()
         opened = await self.opener.job(request)
+        if opened.finishing is not None:
+            request = opened.finishing.request
         try:
             joining = self._join_request(request, opened, await pixels_of(opened.spec))
             member = await self._admit(request, opened, joining)
@@ -156,6 +158,7 @@ class Jobs:
             plan_s=time.monotonic() - indexed,
             advice=_advice(opened, member, self._config.block_arena_bytes),
             entries=(*member.entries, *(member.following.entries if member.following else ())),
+            finishing=opened.finishing,
             **self._marks(member),
         )
 

@@ -12,8 +12,9 @@ import asyncio
 import contextlib
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -22,7 +23,7 @@ from dataplane.index.viewing import canonical_view, said_of_folders, with_view
 from dataplane.model.changes import changes_of
 from dataplane.model.config import JobSpec, NodeConfig
 from dataplane.model.errors import ConfigError, DataplaneError, SpecMismatch, rebuild
-from dataplane.model.records import ColumnSpec, DatasetIdentity, View
+from dataplane.model.records import ColumnSpec, DatasetIdentity, MixUnit, View
 from dataplane.model.redact import unsigned
 from dataplane.node.counts import CategoryReader, PackCounter, PackedManifest
 from dataplane.node.dataset import Dataset
@@ -40,13 +41,14 @@ from dataplane.node.delivery import DeliveryArena
 from dataplane.node.engine import Engine
 from dataplane.node.own_reads import CollatedReader, FirstSource, MappedReader, OwnReads
 from dataplane.node.shared_manifests import SharedManifests, Wanted
+from dataplane.plan.counting import SHARES_SUM
 from dataplane.plan.defaults import BlockSizes, Shuffle, shuffle_of
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.orders import sample_count_of
 from dataplane.plan.packed_blocks import with_counts
 from dataplane.plan.packs import Packing
 from dataplane.plan.shards import ShardTable
-from dataplane.plan.stages import SourceRead, with_left
+from dataplane.plan.stages import SourceRead, former_of, with_left
 from dataplane.plan.views import identity_of, mixed_identity, rows_only, samples_of
 from dataplane.rpc import messages
 from dataplane.rpc.bounds import check_name
@@ -60,6 +62,7 @@ from dataplane.transforms.packing import delivered_columns
 OpenManifest = Callable[[messages.DatasetSource, View, Manifest | None], Manifest]
 """Opens a view of a dataset; with the manifest of the dataset, if another node has given it."""
 _MANIFESTS_MAX = 16
+_T = TypeVar("_T")
 
 
 class Opened(Struct, frozen=True):
@@ -104,7 +107,8 @@ class Opened(Struct, frozen=True):
 class OpenedJob(Struct, frozen=True):
     """The datasets of a job, one or those of a mixture; the columns that its collate function
     makes; and the shards of former datasets (`before`) from which the samples that are left were
-    computed.
+    computed. If it is a former stage that is read to the end of an epoch, `finishing` has the
+    request that opened it.
     """
 
     spec: JobSpec
@@ -114,6 +118,7 @@ class OpenedJob(Struct, frozen=True):
     sample_count: int
     collated: CollatedColumns | None = None
     before: tuple[ShardTable, ...] = ()
+    finishing: messages.Finishing | None = None
 
     @property
     def columns(self) -> tuple[ColumnSpec, ...]:
@@ -222,6 +227,8 @@ class DatasetOpener:
         functions.  FunctionError: a function fails over the first rows.  SpecMismatch: the job has
         another digest.  DataplaneError: a dataset cannot be opened; the next call tries again.
         """
+        if request.finishes:
+            return await self._finishing(request)
         if request.mixture is not None:
             return await self._mixture(request, digest)
         opened = await self.manifest(request)
@@ -307,6 +314,55 @@ class DatasetOpener:
         stages = spec.stages
         if request.epoch > spec.first_epoch or not any(stage.unread for stage in stages[-1:]):
             return opened, ()
+        manifests, before = await self._from_stages(with_left, request.source, spec, opened)
+        with_them = tuple(
+            replace(part, packed=replace(part.packed, manifest=manifest))
+            for part, manifest in zip(opened, manifests, strict=True)
+        )
+        return with_them, tuple(former.manifest.shards for former in before)
+
+    async def _finishing(self, request: messages.OpenJob) -> OpenedJob:
+        """Open the last former stage of a job, whose epoch is read to its end; the job itself if
+        nothing has changed since.
+
+        Raises:  ConfigError: the datasets of the former stage are not known.  As `job`.
+        """
+        request = replace(request, finishes=False)
+        now = await self.job(replace(request, epoch=request.spec.first_epoch + 1))
+        if now.spec.stages != request.spec.stages:
+            return now
+        try:
+            (spec, manifests), _ = await self._from_stages(
+                former_of, request.source, now.spec, now.opened
+            )
+            stage = now.spec.stages[-1]
+            batch = stage.global_batch or request.spec.global_batch
+            former = _former_request(request, replace(spec, global_batch=batch), now, manifests)
+            opened = await self.job(former)
+            if opened.spec.digest() != stage.digest:  # the user chose the window of a mixture
+                former = replace(former, spec=replace(former.spec, window=spec.window))
+                for dataset in opened.datasets:
+                    self.forget_unread(dataset)
+                opened = await self.job(former)
+        finally:
+            for dataset in now.datasets:
+                self.forget_unread(dataset)
+        ahead = messages.Finishing(former, now.spec, now.identity, now.sample_count)
+        return replace(opened, finishing=ahead)
+
+    async def _from_stages(
+        self,
+        compute: Callable[..., _T],
+        source: messages.DatasetSource,
+        spec: JobSpec,
+        opened: tuple[Opened, ...],
+    ) -> tuple[_T, list[SourceRead]]:
+        """Call a function of plan/stages.py with a job's spec, its manifests, a function that opens
+        views of datasets, and the datasets of former stages. Return also these datasets.
+
+        Raises:  ConfigError: the state has only a part of its run's options.  As the function.
+        """
+        stages, loop = spec.stages, asyncio.get_running_loop()
         if stages[-1].cursor and stages[-1].spec is None:
             raise ConfigError(
                 "the state does not have all options of its run: of a text above 2,000 characters "
@@ -315,7 +371,6 @@ class DatasetOpener:
                 'change="restart"',
                 field="change",
             )
-        loop, source = asyncio.get_running_loop(), request.source
 
         async def packed(rows: Manifest, view: View, seed: int) -> Manifest:
             counted = await self._pack_counter.packed(rows, view, seed, source.urls)
@@ -331,19 +386,14 @@ class DatasetOpener:
 
         before = list[SourceRead]()
 
-        def left() -> list[Manifest]:
+        def computed() -> _T:
             for number, stage in enumerate(stages):
                 for name, urls in stage.before:
                     manifest = self._open_manifest(messages.DatasetSource(urls), View(), None)
                     before.append(SourceRead(name, View(), manifest, number))
-            return with_left(spec, [part.manifest for part in opened], viewed, before)
+            return compute(spec, [part.manifest for part in opened], viewed, before)
 
-        manifests = await asyncio.to_thread(left)
-        with_them = tuple(
-            replace(part, packed=replace(part.packed, manifest=manifest))
-            for part, manifest in zip(opened, manifests, strict=True)
-        )
-        return with_them, tuple(former.manifest.shards for former in before)
+        return await asyncio.to_thread(computed), before
 
     def _check_digest(self, request: messages.OpenJob, spec: JobSpec, digest: str) -> None:
         own = changes_of(request.entries).job_digest(spec.slabs_digest)
@@ -407,6 +457,41 @@ class DatasetOpener:
             return await asyncio.to_thread(_opened, rows, key.view, packed)
 
         return await (make(None) if self._shared is None else self._shared.opened(key, make))
+
+
+def _former_request(
+    request: messages.OpenJob, spec: JobSpec, now: OpenedJob, manifests: Sequence[Manifest]
+) -> messages.OpenJob:
+    """Return the request for a former stage with this spec, which read the manifests."""
+    mixture = request.mixture
+    asked = [request.source] if mixture is None else [source.source for source in mixture.sources]
+    own = dict(zip((part.fingerprint for part in now.opened), asked, strict=True))
+    wholes = [manifest.whole or manifest for manifest in manifests]
+    places = [
+        own.get(whole.fingerprint) or messages.DatasetSource(tuple(whole.shards.urls), whole.format)
+        for whole in wholes
+    ]
+    images = tuple(
+        replace(image, replaces=image.replaces or now.spec.replaces_images)
+        for image in spec.transforms
+    )
+    spec = replace(spec, transforms=images, view=replace(spec.view, bad_max=now.spec.bad_max))
+    if spec.mixture is None:
+        return replace(request, source=places[0], spec=spec, mixture=None)
+    unit = MixUnit.TOKENS if spec.mixture.tokens else MixUnit.SAMPLES
+    sources = tuple(
+        messages.SourceAsked(
+            source.name, place, source.share / SHARES_SUM, passes_max=source.passes_max,
+            view=replace(source.view, bad_max=now.spec.bad_max),
+        )
+        for source, place in zip(spec.mixture.sources, places, strict=True)
+    )  # fmt: skip
+    former = messages.MixtureAsked(
+        sources, unit if spec.mixture.batch == 1 else MixUnit.BATCH, spec.mixture.exhausted,
+        spec.mixture.length, source_column=spec.mixture.source_column,
+    )  # fmt: skip
+    every = messages.DatasetSource(tuple(url for place in places for url in place.urls))
+    return replace(request, source=every, spec=replace(spec, window=0), mixture=former)
 
 
 @contextlib.contextmanager

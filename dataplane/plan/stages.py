@@ -75,23 +75,38 @@ def with_left(
 
     Raises:  ConfigError: the samples that the former stage has delivered cannot be computed.
     """
-    now = len(spec.stages)
-    sources = [*before, *(replace(own, stage=now) for own in sources_of(spec, manifests))]
-
-    def opened(whole: Manifest, view: View, seed: int) -> Manifest:
-        return viewed(whole, replace(view, bad_max=spec.bad_max), seed)  # no state names `bad_max`
-
     begin = first_counted(spec.stages)
     part = list(manifests)
     former: tuple[JobSpec, list[Manifest]] | None = None
-    for count in range(begin + 1, now + 1):
-        reader, whole = former_job(spec.stages[:count], sources, opened)
+    for count in range(begin + 1, len(spec.stages) + 1):
+        reader, whole = former_of(spec, manifests, viewed, before, count)
         if former is not None:
             whole = _after(spec.stages[count - 2], *former, sources_of(reader, whole))
         former = reader, whole
     if former is not None:
         part = _after(spec.stages[-1], *former, sources_of(spec, manifests))
     return part
+
+
+def former_of(
+    spec: JobSpec,
+    manifests: Sequence[Manifest],
+    viewed: Viewed,
+    before: Sequence[SourceRead] = (),
+    count: int | None = None,
+) -> tuple[JobSpec, list[Manifest]]:
+    """Return the spec of the last of a job's first `count` former stages, and the manifests that
+    the stage read, which are searched for as in `with_left`.
+
+    Raises:  ConfigError: the manifests are not among them.
+    """
+    now = len(spec.stages)
+    sources = [*before, *(replace(own, stage=now) for own in sources_of(spec, manifests))]
+
+    def opened(whole: Manifest, view: View, seed: int) -> Manifest:
+        return viewed(whole, replace(view, bad_max=spec.bad_max), seed)  # no state names `bad_max`
+
+    return former_job(spec.stages[: now if count is None else count], sources, opened)
 
 
 def _after(

@@ -101,7 +101,8 @@ class OpenJob(Message, frozen=True):
     """A rank requests that its node open a job. `spec` has the options as the user gave them: the
     node fills in the dataset and other defaults (`spec_of`), and derives lanes and a window of 0
     from the manifest. `epoch` is the epoch in which a run with former stages continues: the
-    datasets of former stages are needed only for the first epoch of the present stage.
+    datasets of former stages are needed only for the first epoch of the present stage. With
+    `finishes`, the node opens the last former stage instead, unless nothing has changed since.
     """
 
     job_id: str
@@ -115,6 +116,18 @@ class OpenJob(Message, frozen=True):
     entries: tuple[LedgerEntry, ...] = ()  # the changes of the launch, which a node sends to makers
     follows: bool = False  # whether the rank acts on WeightsAsked
     epoch: Unsigned = 0
+    finishes: bool = False
+
+
+class Finishing(Message, frozen=True):
+    """A former stage that was opened instead of the requested job: the request that opens it, and
+    the facts of the requested job, which follows.
+    """
+
+    request: OpenJob
+    spec: JobSpec
+    dataset: DatasetIdentity
+    sample_count: Unsigned
 
 
 class JobOpened(Message, frozen=True):
@@ -140,6 +153,7 @@ class JobOpened(Message, frozen=True):
     # then ends with the node.
     mark: LedgerMark | None = None
     marks: tuple[LedgerMark, ...] = ()
+    finishing: Finishing | None = None
 
 
 class DescribeColumns(Message, frozen=True):

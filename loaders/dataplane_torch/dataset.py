@@ -177,6 +177,13 @@ class ShardedIterableDataset(IterableDataset[Batch]):
             change=change,
             before=before_of(before),
         )
+        if session.following is not None:
+            session.return_to_own()
+            raise ConfigError(
+                'change="finish" is for DataLoader: with a ShardedIterableDataset, read the rest of'
+                ' the epoch with the former arguments, then pass change="restart"',
+                field="change",
+            )
         if sentence and "step" in state_dict:
             raise ConfigError(
                 "this is the state of one DataLoader worker, and the recipe changes at one place of"

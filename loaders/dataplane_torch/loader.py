@@ -332,10 +332,11 @@ class DataLoader(LoaderBase[_T_co]):
         Over urls, `change` accepts a state that was saved with other arguments or shards, and
         begins a new stage of the run: "restart" at once begins an epoch with all data; "unread"
         begins an epoch with the data that the interrupted epoch had not delivered, and with new
-        data. For "unread", the shards of the state's run are needed: if the loader's own shards do
-        not begin with these, `before` names them or their manifest (for a mixture, by source).
-        Every rank must pass the same arguments. The returned sentence says what has changed. It is
-        "" if nothing has changed, and then the state is resumed as without `change`
+        data; "finish" begins the next epoch, after the rest of the interrupted epoch with the
+        state's recipe. For these two, the shards of the state's run are needed: if the loader's own
+        shards do not begin with these, `before` names them or their manifest (for a mixture, by
+        source). Every rank must pass the same arguments. The returned sentence says what has
+        changed. It is "" if nothing has changed, and then the state is resumed as without `change`
         (docs/training.md).
 
         Raises:  SpecMismatch: the state is of another job.  VersionMismatch: a newer version saved

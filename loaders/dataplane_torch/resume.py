@@ -6,10 +6,21 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from msgspec import structs
+
 from dataplane.client.mixing import changed, sample_count, state_at
 from dataplane.client.session import Session
-from dataplane.client.stages import Named, check_epoch, follows, stages_with
-from dataplane.client.state import RunState
+from dataplane.client.stages import (
+    FINISH,
+    RESTART,
+    Named,
+    ahead,
+    check_epoch,
+    follows,
+    has_begun,
+    stages_with,
+)
+from dataplane.client.state import RowsDigest, RunState
 from dataplane.model.errors import ConfigError
 
 REPLAY = "replay_first_slab"
@@ -47,13 +58,15 @@ def resumed(
             field=REPLAY,
         )
     session.mixes_applied.clear()
+    session.return_to_own()
     if isinstance(state_dict, Mapping) and not state_dict:
         session.change(())
         session.mix = None
         return state_at(session, 0, 0), ""
     state = RunState.from_dict(state_dict)
     stages = state.stages if change is None else stages_with(state, change, before)
-    session.change(stages, state.epoch - state.in_last_step)
+    finishes = change == FINISH and has_begun(state)
+    session.change(stages, state.epoch - state.in_last_step, finishes=finishes)
     if session.job.spec.stages != state.stages:
         session.mix = None
         return follows(state, session.job)
@@ -63,9 +76,23 @@ def resumed(
         _warn(state, session, was_moved=was_moved)
     state = state.normalised(session.job.spec, session.changes.gaps(state.epoch))
     session.mix = state.mix
+    if session.following is not None:
+        return state, ahead(state, session.job)
     if state.mix is not None and state.asked_weights != session.job.spec.asked_weights:
         session.mix = changed(session, state.epoch, state.cursor, ()).mix
     return state, ""
+
+
+def turned(session: Session, before: RowsDigest) -> RowsDigest:
+    """Begin the stage of the loader's own recipe, since the epoch of the former stage is over.
+    Return the digest of the new stage, given the digest `before` it.
+    """
+    assert session.following is not None
+    epoch, former = session.following.epoch + 1, session.following.spec.stages[-1].before
+    state = structs.replace(state_at(session, epoch, 0), digest=before)
+    session.return_to_own()
+    session.change(stages_with(state, RESTART, former), epoch)
+    return RowsDigest(epoch=epoch, base=before.value)
 
 
 def chosen(session: Session, epoch: int) -> int:

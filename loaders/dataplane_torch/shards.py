@@ -33,7 +33,7 @@ from dataplane_torch.arguments import Before, JobToOpen, before_of
 from dataplane_torch.device import Target
 from dataplane_torch.epoch_reader import EpochReader, check_process
 from dataplane_torch.options import brief
-from dataplane_torch.resume import REPLAY, chosen, resumed
+from dataplane_torch.resume import REPLAY, chosen, resumed, turned
 from dataplane_torch.schema import Schema, schema_of
 from dataplane_torch.sending import CopyStream
 from dataplane_torch.tensors import Batch, Decoder
@@ -123,8 +123,9 @@ class UrlJob:
                 "to train",
                 stacklevel=3,
             )
-        decoder = self._decoder_of_job()
         self._leave_pass()
+        self._turn()
+        decoder = self._decoder_of_job()
         copy_stream = None if self._target is None else self._target.copy_stream()
         return BatchIterator(self, decoder, copy_stream)
 
@@ -134,6 +135,8 @@ class UrlJob:
         requested does not use up an epoch.
         """
         self._leave_pass()  # another iterator may have begun a pass after this iterator was made
+        if self._turn():  # set_epoch() was called since
+            decoder = self._decoder_of_job()
         reader = EpochReader(
             self._session, decoder, self._epoch, self._cursor, copy_stream=copy_stream,
             replays=self._replays,
@@ -152,16 +155,19 @@ class UrlJob:
     @property
     def sample_count(self) -> int:
         """The samples of the whole present epoch, over all ranks."""
+        self._turn()
         return epoch_steps(self._session, self.epoch).left
 
     @property
     def step_count(self) -> int:
         """The steps of the whole present epoch."""
+        self._turn()
         return epoch_steps(self._session, self.epoch).count
 
     @property
     def schema(self) -> Schema:
         """Return the columns of batches."""
+        self._turn()
         if self._schema is None:
             job, columns = self._job, describe_columns(self._session)
             is_collated = bool(job.request.spec.view.collate)
@@ -213,6 +219,13 @@ class UrlJob:
                 "this loader reads one dataset: only loaders over a Mixture have weights",
                 field="set_weights",
             )
+        self._turn()
+        if self._session.following is not None:
+            raise ConfigError(
+                "weights do not change in the rest of an epoch with a former recipe: set them when"
+                f" epoch {self._session.following.epoch + 1} begins",
+                field="set_weights",
+            )
         asked = weights_of(self.sources, weights, "set_weights")
         epoch, cursor = self._epoch, start
         if reader is not None:
@@ -237,6 +250,7 @@ class UrlJob:
         """Skip the next steps of the running pass, or of the next one. Return the number of skipped
         steps, which is smaller at the end of the epoch.
         """
+        self._turn()
         reader, self._digest = self._reader, self._rows()
         if reader is not None:
             before = reader.step
@@ -288,7 +302,7 @@ class UrlJob:
             change=change, before=before_of(before),
         )  # fmt: skip
         self._epoch, self._cursor = place_of(self._session, state)
-        self._reader = self._digested = self._decoder = None
+        self._reader = self._digested = self._decoder = self._schema = None
         self._digest = state.digest or RowsDigest()
         return sentence
 
@@ -309,6 +323,7 @@ class UrlJob:
         """Record that a pass has reached the end of its epoch."""
         if self._reader is reader:
             self._leave_pass()
+            self._turn()
 
     def _leave_pass(self) -> None:
         """Leave the pass: the next pass reads the next epoch, or the same epoch if this pass has
@@ -320,6 +335,17 @@ class UrlJob:
         self._epoch, self._cursor = reader.epoch + 1, 0
         if not reader.step and not reader.is_complete:
             self._epoch, self._cursor = reader.epoch, reader.start_cursor
+
+    def _turn(self) -> bool:
+        """Begin the stage of the loader's own recipe if a former one was to be finished, and its
+        epoch is over. Return whether it began.
+        """
+        following = self._session.following
+        if following is None or self._reader is not None or self._epoch <= following.epoch:
+            return False
+        self._digest = turned(self._session, self._rows())
+        self._digested = self._decoder = self._schema = None
+        return True
 
     def _rows(self) -> RowsDigest:
         """Return the digest of the rows of all steps so far."""

@@ -144,6 +144,44 @@ def test_a_stage_begins_with_an_epoch_of_its_own_on_any_number_of_ranks(
             assert loaders[0].state_dict()["stages"] == [stage]
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_rest_of_an_epoch_comes_before_the_next_stage_on_any_number_of_ranks(
+    recipe: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, after, old, new = RECIPES[recipe]
+    former = {"a": some(folder, 0, 1), "b": some(folder, 2, 3)} if before == "mixed" else None
+    former = some(folder, *before) if recipe == "shard lost" else former
+    before, after = urls(folder, before), urls(folder, after)
+    with ranks(before, **old) as loaders:  # the twin: each recipe has a loader of its own
+        epochs, ended = [read(loaders)], loaders[0].state_dict()["digest"]["value"]
+    with ranks(after, **new) as loaders:
+        loaders[0].set_epoch(1)
+        epochs += [read(loaders), read(loaders)]
+    expected, states = [*epochs[0], *epochs[1]], [state_after(before, 1, **old)]
+    with ranks(after, **new) as (loader,):
+        sentence = loader.load_state_dict(states[0], change="finish", before=former)
+        assert "Stage 2 of this run begins with epoch 1: " in sentence
+        assert len(loader) == len(epochs[0])
+        for batch in itertools.chain(loader, loader):
+            assert ids_of(batch) == expected[len(states)]
+            states.append(json.loads(json.dumps(loader.state_dict())))
+        assert read([loader]) == epochs[2]
+        (tmp_path / "ledger.jsonl").write_text(loader.ledger())
+    (stage,) = states[-1]["stages"]
+    assert (stage["epoch"], stage["rows"], len(states)) == (1, ended, len(expected))
+    change = len(epochs[0])
+    for turn, steps in enumerate((change - 1, change, change + 1)):
+        size = 1 + (len(recipe) + turn) % 4
+        with ranks(after, size, **new) as loaders:
+            for loader in loaders:
+                loader.load_state_dict(states[steps - 1], change="finish", before=former)
+            rest = [*read(loaders), *(read(loaders) if steps < change else [])]
+            assert rest == expected[steps:]
+            assert all(loader.state_dict()["stages"] == [stage] for loader in loaders)
+    if recipe in ("seed and batch", "source removed", "shard lost"):
+        check_traces(str(tmp_path / "ledger.jsonl"), capsys, *epochs, batch=())
+
+
 def test_a_sentence_says_what_has_changed_and_nothing_if_nothing_has(folder: Path) -> None:
     state = state_after(some(folder, 0), 1)
     with ranks(some(folder, 0), seed=4) as (loader,):
@@ -305,12 +343,17 @@ def test_an_epoch_of_what_is_unread_resumes_on_any_number_of_ranks(
     check_traces(str(tmp_path / "ledger.jsonl"), capsys, delivered, batches, following)
 
 
-def check_traces(ledger: str, capsys: Any, *epochs: list[list[Any]]) -> None:
+def check_traces(
+    ledger: str,
+    capsys: Any,
+    *epochs: list[list[Any]],
+    batch: tuple[str, ...] = ("--global-batch", str(BATCH)),
+) -> None:
     """`trace` and `look` name the rows of all steps of all stages."""
 
     def shown(command: str, *step: str) -> Any:
         capsys.readouterr()
-        assert run([command, ledger, *step, "--global-batch", str(BATCH), "--json"]) == 0
+        assert run([command, ledger, *step, *batch, "--json"]) == 0
         return json.loads(capsys.readouterr().out)
 
     def traced(*step: str) -> list[Any]:
@@ -321,12 +364,12 @@ def check_traces(ledger: str, capsys: Any, *epochs: list[list[Any]]) -> None:
         assert traced("--epoch", str(epoch), "--step", "1") == batches[1]
         samples = shown("look", "--epoch", str(epoch), "--step", "1")["samples"]
         assert [row["id"] for row in samples] == batches[1]
-    assert traced("--global-step", "0") == epochs[0][0]
-    assert traced("--global-step", "2") == epochs[1][0]
-    assert traced("--global-step", str(2 + len(epochs[1]))) == epochs[2][0]
+    for epoch in range(3):
+        first = sum(map(len, epochs[:epoch]))
+        assert traced("--global-step", str(first)) == epochs[epoch][0]
     assert run(["ledger", "verify", ledger]) == 0
     assert run(["ledger", "show", ledger]) == 0
-    assert "what was unread" in capsys.readouterr().out
+    assert ("what was unread" in capsys.readouterr().out) == bool(batch)
 
 
 RANK = """
