@@ -40,6 +40,7 @@ from dataplane.store.outage import Outage, Outages
 from dataplane.store.reads import etag_of_size
 from dataplane.transforms.columns import plan_columns
 from dataplane.transforms.row_filter import BlockRows, RowFilter, reads_columns
+from dataplane.worker import salvaging
 
 # -- stores ------------------------------------------------------------------------------------
 #
@@ -135,6 +136,18 @@ def read_block(
         stored = StoredRows.of(manifest, view).of_block(block)
         batch = rows.left(batch, BlockRows(raw.rows, stored["first_row"], stored["shard_word"]))
     return batch.select(list(columns)).slice(0, int(given_counts(manifest)[block]))
+
+
+def salvaged_block(
+    manifest: Manifest, block: int, schema: pa.Schema, columns: Sequence[str]
+) -> tuple[pa.RecordBatch, Mapping[int, str]]:
+    """Read one block as `read_block` does. Return also its rows that are bad, and why; these have
+    the values of other rows.
+
+    Raises:  as `read_block`; CorruptShard only if the whole block is bad.
+    """
+    raw = raw_block(manifest, block, STORES.connect, int(stored_rows(manifest)[block]))
+    return salvaging.decoded(registry.by_name(manifest.format), raw, schema, columns)
 
 
 def row_names(manifest: Manifest, view: View) -> RowNames:

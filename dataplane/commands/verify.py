@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, TypeVar
@@ -20,7 +20,7 @@ from dataplane.commands.options import (
     urls_argument,
     workers_option,
 )
-from dataplane.model.errors import DataplaneError, ImageError
+from dataplane.model.errors import CorruptShard, DataplaneError, ImageError
 from dataplane.model.redact import redacted
 from dataplane.store.faults import UNREACHABLE
 
@@ -140,7 +140,9 @@ def verified(
                 findings.note(url, result)
             else:
                 findings.blocks += 1
-                findings.samples += result.rows
+                findings.samples += result.rows - len(result.bad)
+                for row, why in result.bad.items():
+                    findings.note(url, CorruptShard(f"{url}: row {row}: {why}", shard=url))
                 findings.bytes += result.size_bytes
                 for column, some in result.images.items():
                     images.setdefault(column, Images()).add(some)
@@ -309,9 +311,12 @@ class Images:
 
 @dataclass(frozen=True, slots=True)
 class BlockRead:
-    """A block that was read, and its images by column."""
+    """A block that was read, its rows that are bad, by number in the shard, and its images by
+    column.
+    """
 
     rows: int
+    bad: Mapping[int, str]
     size_bytes: int
     images: Mapping[str, Images]
 
@@ -319,7 +324,7 @@ class BlockRead:
 def _reads(
     manifests: Iterable[Manifest], schema: pa.Schema, *, decode: bool
 ) -> Iterator[Task[BlockRead]]:
-    from dataplane.commands.datasets import read_block
+    from dataplane.commands.datasets import salvaged_block
     from dataplane.formats.unsupported import supported_names
     from dataplane.plan.views import first_rows
 
@@ -327,9 +332,11 @@ def _reads(
 
     def reading(manifest: Manifest, block: int, url: str, row: int) -> Callable[[], BlockRead]:
         def read() -> BlockRead:
-            batch = read_block(manifest, block, schema, names)
-            images = dict(_images_of(batch, url, row)) if decode else {}
-            return BlockRead(batch.num_rows, int(manifest.block_length[block]), images)
+            batch, bad = salvaged_block(manifest, block, schema, names)
+            images = dict(_images_of(batch, url, row, bad)) if decode else {}
+            numbered = {row + at: why for at, why in bad.items()}
+            size = int(manifest.block_length[block])
+            return BlockRead(batch.num_rows, numbered, size, images)
 
         return read
 
@@ -340,8 +347,12 @@ def _reads(
             yield url, reading(manifest, block, url, int(first[block]))
 
 
-def _images_of(batch: pa.RecordBatch, url: str, first_row: int) -> Iterator[tuple[str, Images]]:
-    """Yield each column of bytes, with its values decoded as a trainer's images are."""
+def _images_of(
+    batch: pa.RecordBatch, url: str, first_row: int, bad: Collection[int]
+) -> Iterator[tuple[str, Images]]:
+    """Yield each column of bytes, with its values decoded as a trainer's images are, except those
+    of bad rows.
+    """
     import pyarrow as pa
 
     from dataplane.formats.arrays import BYTES, read_as
@@ -355,10 +366,12 @@ def _images_of(batch: pa.RecordBatch, url: str, first_row: int) -> Iterator[tupl
             parts = zip(plain.type.fields, plain.flatten(), strict=True)
             columns += [(f"{name}.{part.name}", values) for part, values in parts]
         elif plain.type.id in BYTES:
-            yield name, _decoded(read_as(plain, pa.large_binary()), url, first_row, keys)
+            yield name, _decoded(read_as(plain, pa.large_binary()), url, first_row, keys, bad)
 
 
-def _decoded(values: pa.Array, url: str, first_row: int, keys: pa.Array | None) -> Images:
+def _decoded(
+    values: pa.Array, url: str, first_row: int, keys: pa.Array | None, bad: Collection[int]
+) -> Images:
     import numpy as np
 
     from dataplane.model.joined import KEY
@@ -368,7 +381,7 @@ def _decoded(values: pa.Array, url: str, first_row: int, keys: pa.Array | None) 
     images, view = Images(), PixelView(8, 8, "HWC", "uint8", None, None)
     out, flips = np.empty(view.bytes, np.uint8), np.zeros(1, np.uint8)
     for row, value in enumerate(values):
-        if not value.is_valid:
+        if not value.is_valid or row in bad:
             continue
         buffer = value.as_buffer()
         place = np.array([[buffer.address, buffer.size]])

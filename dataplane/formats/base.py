@@ -84,7 +84,8 @@ class RawBlock(Struct, frozen=True):
     """The bytes of one block, as fetched. `index` is its number in the shard. `preamble` and `body`
     are read-only views that live as long as the decoded batch. If only parts of the block were
     read, `body` is these parts, concatenated, and `pieces` are their places in the shard. Blocks in
-    this process with the same `preamble_number`, other than 0, have the same preamble.
+    this process with the same `preamble_number`, other than 0, have the same preamble. A block of
+    which only some rows are decoded begins with `first_row`.
     """
 
     url: str
@@ -97,6 +98,7 @@ class RawBlock(Struct, frozen=True):
     body: memoryview
     pieces: tuple[Region, ...] = ()
     preamble_number: int = 0
+    first_row: int = 0
 
 
 class Format(Protocol):

@@ -12,6 +12,7 @@ files are those that a table names, its columns take the place of the first two.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import pyarrow as pa
@@ -21,13 +22,15 @@ from dataplane.formats.arrays import offsets_of, widened
 from dataplane.formats.base import Block, RawBlock, ShardIndex, ShardReader
 from dataplane.formats.conform import batch_of, check_columns, check_rows
 from dataplane.formats.faults import corrupt, describe, foreign_faults, require_bytes
+from dataplane.formats.nulls import node_count
 from dataplane.model.errors import ConfigError, CorruptShard
 from dataplane.model.joined import IMAGE, KEY, LABEL, ROWS, Joined, files_of, head_bytes
 from dataplane.model.records import Region
-from dataplane.plan.columns import NEVER
+from dataplane.plan.columns import NEVER, UNKNOWN
 
 _NARROW_BYTES = 4
 _START_BYTES = 512
+_ALL = slice(None)
 
 
 class Files:
@@ -57,22 +60,36 @@ class Files:
         )
         schema = others.schema.append(pa.field(IMAGE, pa.binary()))
         nulls = [NEVER] * len(schema) if not joined.rows else ()
+        if missing := len(joined.missing()):
+            nulls = [*[UNKNOWN] * (node_count(schema) - 1), missing]
         return ShardIndex(schema, (block,), Region(0, size), zero_copy=False, nulls=nulls)
 
     def decode(self, block: RawBlock, schema: pa.Schema, columns: Sequence[str]) -> pa.RecordBatch:
         """Implement `Format.decode`."""
         check_columns(schema, columns)
-        joined = _joined(block.url, block.preamble, block.place.length)
-        check_rows(block.url, block.place.offset, block.rows, len(joined.members))
-        others = _others(joined)
+        rows = slice(block.first_row, block.first_row + block.rows)
+        joined = _joined(block.url, block.preamble, block.place.length, rows)
+        members, missing = joined.members[rows], joined.missing()
+        check_rows(block.url, block.place.offset, block.rows, len(members))
+        others = _others(joined).slice(block.first_row, block.rows)
         arrays = dict(zip(others.schema.names, others.columns, strict=True))
         if IMAGE in columns:
-            lengths = np.array([member.size_bytes for member in joined.members], np.int64)
+            for row in missing.keys() & set(range(rows.start, rows.stop)):
+                raise CorruptShard(
+                    f"{block.url}: row {row} names a file that is not there: {missing[row]}",
+                    shard=block.url,
+                )
+            lengths = np.array([member.size_bytes for member in members], np.int64)
             offsets = offsets_of(lengths)
             kind = pa.binary() if offsets.itemsize == _NARROW_BYTES else widened(pa.binary())
             buffers = [None, pa.py_buffer(offsets), pa.py_buffer(block.body)]
             arrays[IMAGE] = pa.Array.from_buffers(kind, len(lengths), buffers)
         return batch_of(arrays, schema, columns, block)
+
+    def rows_apart(self, block: RawBlock) -> Sequence[int]:
+        """Return where the files of a block begin in its bytes, and its end."""
+        members = _joined(block.url, block.preamble, block.place.length).members
+        return [*accumulate((member.size_bytes for member in members), initial=0)]
 
 
 class FileTable(Files):
@@ -142,14 +159,14 @@ def _no_paths(url: str, column: str, names: Sequence[str]) -> ConfigError:
     )
 
 
-def _joined(url: str, head: memoryview, body_bytes: int) -> Joined:
-    """Return the members that this head lists; they have `body_bytes` together.
+def _joined(url: str, head: memoryview, body_bytes: int, rows: slice = _ALL) -> Joined:
+    """Return the members that this head lists; `rows` of them have `body_bytes` together.
 
     Raises:  CorruptShard.
     """
     with foreign_faults(url, 0, "the list of files is damaged"):
         joined = Joined.of_head(url, head)
-    if sum(member.size_bytes for member in joined.members) != body_bytes:
+    if sum(member.size_bytes for member in joined.members[rows]) != body_bytes:
         raise _no_list(url, head)
     return joined
 

@@ -17,11 +17,13 @@ from itertools import accumulate, groupby
 
 import pyarrow as pa
 
+from dataplane.base.trace import Trace
 from dataplane.formats.base import Format, ShardIndex
+from dataplane.formats.nulls import node_count
 from dataplane.formats.source import BLOCK_BYTES
 from dataplane.index.run import Connect, IndexShard, StoredShard
 from dataplane.model.errors import ConfigError, CorruptShard, ShardNotFound
-from dataplane.model.joined import IMAGE, LABEL, ROWS, Joined, runs, without_query
+from dataplane.model.joined import IMAGE, LABEL, MISSING, ROWS, Joined, runs, without_query
 from dataplane.model.records import ObjectInfo
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.shards import named
@@ -38,6 +40,8 @@ _FILES_MAX = 256
 """The most files in a block: each takes a request to its store."""
 _HEADS_AT_ONCE, _HEADS_MAX = 64, 1000
 """More files than this are found by one listing of the folder that holds all of them."""
+_LISTED_MAX = 20
+_trace = Trace("index")
 
 
 def joined_shards(
@@ -116,8 +120,8 @@ def table_shards(
     """Return the shards of the files whose paths are in this column of these tables. `reader` is
     the format that reads a whole table as if it indexed it.
 
-    Raises:  ConfigError: a path is missing, or is no path.  ShardNotFound: a file is not there.
-    Errors of `index_shard` and of the stores.
+    Raises:  ConfigError: a path is missing, or is no path.  ShardNotFound: none of a table's files
+    is there.  Errors of `index_shard` and of the stores.
     """
     shards: list[ObjectInfo] = []
     for table in tables:
@@ -179,10 +183,49 @@ def _members(table: str, urls: Sequence[str], connect: Connect) -> list[ObjectIn
     def head(url: str) -> ObjectInfo:
         try:
             return connect(url).head(url)
-        except ShardNotFound as error:
-            named = f"{table}: row {urls.index(url)} names a file that is not there: {error}"
-            raise ShardNotFound(named, **error.nouns) from error
+        except ShardNotFound:
+            return ObjectInfo(url, 0, MISSING)
 
     with ThreadPoolExecutor(_HEADS_AT_ONCE, "dataplane-head") as pool:
         known.update(zip(rest, (pool.map if remote else map)(head, rest), strict=True))
-    return [known[url] for url in urls]
+    members = [known[url] for url in urls]
+    missing = {row: one.url for row, one in enumerate(members) if one.etag == MISSING}
+    if len(missing) == len(members):
+        raise ShardNotFound(
+            f"{table}: none of the {len(members)} files that it names is there, as {urls[0]}: "
+            "paths are relative to the folder of the table",
+            shard=table,
+        )
+    if missing:
+        row, url = next(iter(missing.items()))
+        _trace.failed("a table names files that are not there", table=table, count=len(missing),
+                      such_as=url, row=row)  # fmt: skip
+    return members
+
+
+def check_files(manifest: Manifest, schema: pa.Schema) -> None:
+    """Refuse a table of paths of which files are not there.
+
+    Raises:  ShardNotFound: names the first of them.
+    """
+    if manifest.nulls is None:
+        return
+    node = node_count(list(schema)[: schema.names.index(IMAGE)])
+    first = int(manifest.nulls.shards[node])
+    if first < 0:
+        return
+    listed, count = list[str](), int(manifest.nulls.counts[node])
+    for at in range(first, len(manifest.shards)):
+        shard = manifest.shards[at]
+        missing = Joined.of(shard.url, shard.etag).missing()
+        table, _, start = shard.url.rpartition("+")
+        listed += [f"row {int(start) + row}: {url}" for row, url in missing.items()]
+        if len(listed) >= min(count, _LISTED_MAX):
+            break
+    shown = "; ".join(listed[:_LISTED_MAX])
+    more = "" if count <= len(listed[:_LISTED_MAX]) else "; …"
+    raise ShardNotFound(
+        f"{table} names {count} files that are not there: {shown}{more}. Restore them, take these "
+        'rows out of the table, or leave them out with where=; or pass on_bad="replace"',
+        shard=table,
+    )

@@ -23,7 +23,7 @@ from dataplane.formats.folders import (
 )
 from dataplane.formats.unsupported import refuse_differing
 from dataplane.index.counting import CountRows, counted, shares_counted, view_name
-from dataplane.index.files import said_of_strays
+from dataplane.index.files import check_files, said_of_strays
 from dataplane.index.journal import SealedFiles
 from dataplane.index.processes import IndexProcesses
 from dataplane.index.projection import Projection
@@ -42,7 +42,7 @@ from dataplane.store.tables import OpenTable
 from dataplane.transforms.leaves import leaves_of
 from dataplane.transforms.row_filter import reads_columns
 
-__all__ = ["Projection"]
+__all__ = ["Projection", "check_files"]
 
 
 def canonical_view(view: View) -> View:

@@ -28,7 +28,9 @@ from dataplane.model.errors import ConfigError, CorruptShard
 from dataplane.model.records import ObjectInfo, Unsigned
 from dataplane.model.typed import complete
 
-FILES, MARK = "files", "joined:"
+FILES, MARK, MISSING = "files", "joined:", "missing"
+"""A format's name, the beginning of the etags of joined shards, and the etag of a member that was
+not there when the shard was joined: it has no bytes."""
 KEY, LABEL, IMAGE = "__key__", "label", "image"
 """The columns of files that are rows."""
 ROWS = b"dataplane.rows"
@@ -130,6 +132,10 @@ class Joined(Struct, frozen=True):
     def of_head(cls, url: str, head: bytes | memoryview) -> Self:
         """Return the members that the head of the shard lists."""
         return cls.of(url, bytes(head[_LENGTH.size :]).decode())
+
+    def missing(self) -> dict[int, str]:
+        """Return the number and the url of each member that was not there."""
+        return {at: one.url for at, one in enumerate(self.members) if one.etag == MISSING}
 
     def keys(self) -> list[str]:
         """Return the names of the members below the root."""

@@ -20,10 +20,11 @@ from functools import partial
 from msgspec import structs
 from msgspec.structs import replace
 
-from dataplane.index.viewing import explaining_folders
+from dataplane.index.viewing import check_files, explaining_folders
 from dataplane.model.changes import Tombstone
 from dataplane.model.config import JobSpec, MixtureSpec, NodeConfig, SourceSpec, check_source_count
 from dataplane.model.errors import ConfigError
+from dataplane.model.joined import FILES, IMAGE
 from dataplane.model.records import (
     ColumnOptions,
     ColumnSpec,
@@ -164,6 +165,9 @@ class Datasets:
                 known=columns,
                 categories=categories,
             )
+            is_exact = not (spec.view.bad_max or spec.view.where)
+            if is_exact and manifest.format == FILES and IMAGE in columns.top_level:
+                check_files(manifest, columns.schema)
             check_fills(dataset.columns.leaves)
             check_lists(dataset.columns.specs, spec.column_options)
             if mapped is None:  # a map may add or remove nulls

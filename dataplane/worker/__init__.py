@@ -2,5 +2,6 @@
 
 The door: `worker` is the process, `process` and `forking` start it, `death` and `limits` say how it
 can end. `indexing` indexes shards there. `columns`, `row_layout`, `block_mapping`, `stacking`,
-`functions` and `kernel` say what a decoded block looks like, and what may be done with it.
+`functions` and `kernel` say what a decoded block looks like, and what may be done with it;
+`salvaging`, which of its rows are bad.
 """

@@ -116,7 +116,15 @@ def canonical_batch(
         batch, places = _canonical(dataset, batch, raw.url)
         marks = salvaging.replaced(raw, numbers, bad, dataset.seed) if bad else []
         return salvaging.marked(batch, marks), places
-    batch = folders.decoded(dataset.format, block, dataset.schema, dataset.columns)
+    try:
+        batch = folders.decoded(dataset.format, block, dataset.schema, dataset.columns)
+    except CorruptShard as fault:
+        if dataset.rows is None:
+            raise
+        batch, _, bad = _salvaged(dataset, raw, block)
+        for why in bad.values():
+            raise CorruptShard(f"{raw.url}: {why}", **fault.nouns) from fault
+        return _canonical(dataset, batch, raw.url)  # only rows outside of the view are damaged
     _check_rows(raw, batch.num_rows, block.rows, "its index says")
     if raw.stored_rows:
         batch = _viewed(dataset, batch, raw)

@@ -125,7 +125,7 @@ def _decoded_apart(
         start, end = ends[first], ends[stop]
         place = Region(block.place.offset + start, end - start)
         body = block.body[start:end]
-        part = replace(block, rows=stop - first, place=place, body=body)
+        part = replace(block, rows=stop - first, place=place, body=body, first_row=first)
         good.append(folders.decoded(format_, part, schema, columns))
 
     bad = bad_rows(decode, block.rows, fault)

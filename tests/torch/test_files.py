@@ -291,7 +291,7 @@ def test_a_table_of_paths_in_a_bucket_names_objects(
 @pytest.mark.parametrize(
     ("paths", "column", "says"),
     [
-        (["0.png", "1.png"], "path", r"row 1 names a file that is not there.*1\.png"),
+        (["1.png", "2.png"], "path", r"none of the 2 files that it names is there, as .*1\.png"),
         (["0.png", ""], "path", "row 1 has '' for the path of its file"),
         (["0.png"], "number", "row 0 has 0 for the path of its file"),
         (["0.png"], "image", "has no column 'image', which files= names; it has path, number"),
@@ -305,6 +305,45 @@ def test_a_table_that_names_no_file_is_refused(
     with pytest.raises((ConfigError, ShardNotFound), match=says) as caught:
         index_dataset(table, format_name=f"files::{column}")
     assert caught.value.shard
+
+
+def loaded(table: Path, **options: Any) -> list[dict[str, Any]]:
+    """The rows of a table of paths, in its order."""
+    with DataLoader(table, files="path", batch_size=50, shuffle=False, **options) as loader:
+        return [
+            dict(zip(batch, row, strict=True))
+            for batch in loader
+            for row in zip(*map(list, batch.values()), strict=True)
+        ]
+
+
+@pytest.mark.usefixtures("shared_node")
+def test_missing_files_of_a_table_are_listed_left_out_or_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [f"{row:03d}.png" for row in range(600)]
+    lost = {3, 257, 258, 599}
+    for row in set(range(600)) - lost:
+        (tmp_path / paths[row]).write_bytes(b"%d" % row)
+    table = labelled("parquet", tmp_path, paths)
+    says = (
+        r"labels.parquet names 4 files that are not there: row 3: .*003\.png; row 257: .*; row 599"
+    )
+    with pytest.raises(ShardNotFound, match=says):
+        loaded(table)
+    others = loaded(table, columns=["number"])
+    assert [row["number"] for row in others] == list(range(600)), "no file is needed"
+    view = loaded(table, where="number not in (3, 257, 258, 599)")
+    assert [bytes(row["image"]) for row in view] == [b"%d" % row["number"] for row in view]
+    assert len(view) == 596
+    with pytest.raises(CorruptShard, match=r"row 1 names a file that is not there: .*257\.png"):
+        loaded(table, where="number > 100")
+    rows = loaded(table, on_bad="replace", bad_max=0.1)
+    assert [at for at, row in enumerate(rows) if row["number"] != at] == sorted(lost)
+    assert all(bytes(row["image"]) == b"%d" % row["number"] for row in rows)
+    assert run(["verify", str(table), "--format", "files::path"]) == 1
+    shown = capsys.readouterr().out
+    assert [f"{row:03d}.png" in shown for row in sorted(lost)] == [True] * 4, shown
 
 
 def test_an_image_is_not_a_table_of_paths(tmp_path: Path) -> None:
