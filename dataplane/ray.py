@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -52,6 +53,7 @@ class Nodes:
         self.service = service
         self._environ = dict(environ)
         self._actors: dict[str, Any] = {}
+        self._state: Path | None = None
 
     def start_missing(self) -> None:
         """Start a node on each host of the cluster that has none, such as a host that joined later,
@@ -65,7 +67,8 @@ class Nodes:
         self._start(("--node", "--join", self.service), *(hosts - self._actors.keys()))
 
     def start_coordinator(self, host: str, state: Path) -> None:
-        """Start the coordinator on this host."""
+        """Start the coordinator on this host, with its state in a folder that `close` removes."""
+        self._state = state
         command = ("--coordinator", "--listen", self.service, "--state-dir", str(state))
         self._start(command, "", at=host)
 
@@ -95,6 +98,8 @@ class Nodes:
             except ray.exceptions.RayError as error:
                 _trace.failed("a node did not stop", host=name, error=str(error))
             ray.kill(actors[name])
+        if self._state is not None:
+            shutil.rmtree(self._state, ignore_errors=True)
 
 
 def start_nodes(*, join: str = "", environ: Mapping[str, str] | None = None) -> Nodes:

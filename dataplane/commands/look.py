@@ -246,16 +246,12 @@ class _Look:
         for name in names[:_IMAGE_COLUMNS_MAX]:
             try:
                 encoded = _bytes_of(table, name)
-            except KeyError:
+            except (KeyError, pa.ArrowInvalid) as error:
                 known = _bytes_columns(table)
                 raise ConfigError(
-                    f"transforms of column {name!r}: there is no such column{meant(name, known)} "
+                    f"transforms of {name!r}: no column of bytes has this name{meant(name, known)} "
                     f"(columns of bytes are {', '.join(known) or 'none'})",
                     field="transforms",
-                ) from None
-            except pa.ArrowInvalid as error:
-                raise ConfigError(
-                    f"transforms of column {name!r}: it has no bytes", field="transforms"
                 ) from error
             left = _IMAGE_BYTES_MAX
             for at, value in enumerate(encoded):

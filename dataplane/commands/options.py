@@ -136,6 +136,9 @@ def workers_option(command: Callable[..., Any]) -> Callable[..., Any]:
     )(command)
 
 
+_OPERATORS = ("=", "==", "!=", "in", "not", "is", "like", "and", "or")
+
+
 def view_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add `--where`, `--sample`, `--split` and `--limit`, with the meaning of a loader's arguments.
     The command is called with `view`.
@@ -152,6 +155,12 @@ def view_options(command: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         from dataplane.transforms.options import split_of_text, view_of
 
+        named = {*(given.get("urls") or ()), *(given.get("target") or ())}
+        if where is not None and not named.isdisjoint(_OPERATORS):
+            raise ConfigError(
+                f"--where {where}: quote the whole condition, as in --where \"lang == 'en'\"",
+                field="where",
+            )
         parts = None if split is None else split_of_text(split)
         view = view_of(where=where, sample=sample, split=parts, limit=limit)
         return command(view=view, **given)

@@ -26,6 +26,7 @@ from msgspec import Struct
 
 from dataplane.base import suffixes
 from dataplane.base.suffixes import names_a_shard, path_of, suffix_of
+from dataplane.base.units import meant
 from dataplane.formats.base import Format
 from dataplane.model.errors import ConfigError
 
@@ -262,8 +263,11 @@ def by_name(name: str) -> Format:
         return _with_parameters(family, parameters)
     known = _others()
     if name not in known:
-        names = ", ".join([*BUILT_IN, *known, *WITH_PARAMETERS])
-        raise ConfigError(f"no format is named {name!r}; there are {names}")
+        names = dict.fromkeys([*BUILT_IN, *known, *WITH_PARAMETERS])
+        raise ConfigError(
+            f"no format is named {name!r}{meant(name, names)} (there are {', '.join(names)})",
+            field="format",
+        )
     return known[name]
 
 
@@ -321,7 +325,9 @@ def dataset_format(urls: Iterable[str]) -> Format:
         if format_.name != first[1].name:
             raise ConfigError(
                 f"shards of several formats in one dataset: {first[0]} is {first[1].name}, "
-                f"{url} is {format_.name}; a dataset has one format"
+                f"{url} is {format_.name}. A dataset has one format: choose it with "
+                f'format="{first[1].name}" (or --format), or pass a pattern',
+                field="format",
             )
     if first is None:
         raise ConfigError("the dataset has no shards")

@@ -19,6 +19,7 @@ from dataplane.store import layouts
 from dataplane.store.base import Pinning, Store
 from dataplane.store.local import same_files
 from dataplane.store.urls import (
+    FILE_PREFIX,
     Url,
     base_of,
     braces,
@@ -297,7 +298,12 @@ def _near_file(url: str) -> str:
     ]
     if near:
         return f"; did you mean {', '.join(str(folder / name) for name in near)}?"
-    return f"; {folder} is there and has {len(names)} entries"
+    there = f"; {folder} is there and has {len(names)} entries"
+    if folder != Path.cwd():
+        return there
+    name = url.removeprefix(f"{FILE_PREFIX}{folder}/")
+    urls = f"s3://{name}, hf://datasets/{name} or https://{name}"
+    return f"{there}. If this is no path, give its whole url, such as {urls}"
 
 
 def _without_files(folder: Path) -> str:

@@ -80,12 +80,13 @@ class FsspecStore:
         try:
             options = {"use_listings_cache": False, "skip_instance_cache": True}
             self._files, _ = fsspec.url_to_fs(f"{base}/", **options)
-        except (ImportError, ValueError) as cause:
+        except (ImportError, ValueError, OSError) as cause:
             rest = base.partition("://")[2]
             near = difflib.get_close_matches(scheme, SCHEMES, 1, _NEAR_MIN)
             meant = f"; did you mean {near[0]}://{rest}?" if near and scheme not in SCHEMES else ""
+            why = str(cause).partition("\n")[0]
             raise ConfigError(
-                f"{scheme}:// urls cannot be read here: {cause}{meant}", found=scheme
+                f"{scheme}:// urls cannot be read here: {why}{meant}", found=scheme
             ) from None
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:

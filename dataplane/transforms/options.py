@@ -6,6 +6,7 @@ Pure, and without arrays: a trainer imports it.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import numbers
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -326,12 +327,18 @@ def _canonical(where: str) -> str:
 
 
 def split_of_text(text: str) -> tuple[object, ...]:
-    """Convert the text of a command line, such as "train:0.99", to the argument `split`."""
+    """Convert the text of a command line, such as "train:0.99", to the argument `split`.
+
+    Raises:  ConfigError: it has another form.
+    """
     name, *shares = text.split(":")
-    try:
-        return (name, *map(float, shares))
-    except ValueError:
-        return (text,)
+    with contextlib.suppress(ValueError):
+        if shares:
+            return (name, *map(float, shares))
+    raise ConfigError(
+        f"split {text!r}: write NAME:SHARE, as in train:0.99, validation:0.01 or my:0.98:0.99",
+        field="split",
+    )
 
 
 def _sample(given: object) -> int:

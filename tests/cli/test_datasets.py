@@ -53,6 +53,35 @@ def shards(tmp_path) -> Path:
     return folder
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            "inspect bucket/train",
+            "If this is no path, give its whole url, such as s3://bucket/train, hf://datasets/",
+        ),
+        (
+            "inspect both",
+            'one format: choose it with format="parquet" (or --format), or pass a pattern',
+        ),
+        ("inspect hdfs://host/train", "hdfs:// urls cannot be read here: Unable to load"),
+        (
+            "look photos --join 127.0.0.1:1",
+            "to find a job of this name, a coordinator is needed: nobody answers at 127.0.0.1:1",
+        ),
+    ],
+)
+def test_mistakes_in_what_is_read_are_answered(
+    tmp_path, monkeypatch, capfd, arguments: str, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("both").mkdir()
+    pq.write_table(pa.table({"x": [1]}), "both/a.parquet")
+    Path("both/b.jsonl").write_text('{"x": 1}\n')
+    assert run(arguments.split()) != 0
+    assert words in capfd.readouterr().err
+
+
 def asked(capsys, *arguments: str, code: int = 0):
     assert run([*arguments, "--json"]) == code
     return json.loads(capsys.readouterr().out)
@@ -436,7 +465,7 @@ def test_a_wrong_view_is_told(shards: Path, capsys) -> None:
     for arguments, says in {
         ("--where", "idd > 1"): "did you mean 'id'",
         ("--where", "id >"): "at the end",
-        ("--split", "train"): "first 99 %",
+        ("--split", "train"): "write NAME:SHARE",
         ("--sample", "2"): "share of all rows",
     }.items():
         assert run(["inspect", str(shards), *arguments]) != 0

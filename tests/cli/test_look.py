@@ -136,9 +136,15 @@ _STEPS = (
         (("--transform", "x=8"), "--transform 'x=8': 8 is not a step." + _STEPS),
         (
             ("--transform", "jpg=CenterCrop(8)"),
-            "column 'jpg': there is no such column (columns of bytes are none)",
+            "transforms of 'jpg': no column of bytes has this name (columns of bytes are none)",
         ),
         (("--step", "9"), "there are no steps"),
+        (("--where", "x", "==", "3"), "--where x: quote the whole condition, as in --where"),
+        (
+            ("--split", "val:1%"),
+            "split 'val:1%': write NAME:SHARE, as in train:0.99, validation:0.01 or my:0.98:0.99",
+        ),
+        (("--format", "parket"), "no format is named 'parket'; did you mean 'parquet'? (there are"),
         (("-o", "no/such.html"), "give another file with -o"),
         (("--dp-rank", "1"), "ranks run from 0 to 0"),
     ],

@@ -31,7 +31,7 @@ SMALL = {
 }
 BATCH = 12
 NODES = """
-import os, signal, sys
+import glob, os, signal, sys, tempfile
 import ray
 from dataplane.model.errors import ConfigError
 from dataplane.ray import start_nodes
@@ -68,8 +68,10 @@ second = works()
 ray.kill(actor, no_restart=False)
 third = works()
 assert len({first, second, third}) == 3
+assert glob.glob(f"{tempfile.gettempdir()}/dataplane-ray-*")
 nodes.close()
 nodes.close()
+assert not glob.glob(f"{tempfile.gettempdir()}/dataplane-ray-*")
 for pid in (first, second, third):
     assert not os.path.exists(f"/proc/{pid}"), pid
 print("works")
