@@ -21,7 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from dataplane.model.errors import ConfigError
 from dataplane_bench import bounds, machine
+from dataplane_bench.environments import environment
 from dataplane_bench.machine import CoreIds
 from dataplane_bench.model import (
     BatchKind,
@@ -32,7 +34,7 @@ from dataplane_bench.model import (
     StorageKind,
     Workload,
 )
-from dataplane_bench.peers.base import HARNESS, REFERENCE, adapter
+from dataplane_bench.peers.base import HARNESS, OURS, REFERENCE, adapter
 from dataplane_bench.report.cells import settings_text
 from dataplane_bench.report.results import CaseResult, HardwareBound, SystemResult, Tried
 from dataplane_bench.trial.launch import Contestant, Timing, TrialFailed, run_order, run_trial
@@ -55,6 +57,8 @@ class Prepared:
 
         Raises:  TrialFailed: the conversion failed.
         """
+        if case.files:
+            system, python = case.files, python_of(case.files)
         layout = adapter(system).layout(workload)
         folder = self._root / workload.fingerprint / layout
         if not folder.exists():
@@ -92,6 +96,18 @@ class Prepared:
                 new.rename(folder)
         finally:
             shutil.rmtree(new, ignore_errors=True)
+
+
+def python_of(peer: str) -> str:
+    """The interpreter of a peer's environment.   Raises:  ConfigError: it is not installed."""
+    python = environment(peer).python
+    if python is None:
+        raise ConfigError(not_installed(peer), field="peers")
+    return python
+
+
+def not_installed(peer: str) -> str:
+    return f"not installed: dataplane bench --install-peer {peer}"
 
 
 SWEEP = Timing(settle_s=0.4, window_s=0.6, stall_window_s=0.0, epoch_s=4.0)
@@ -164,7 +180,12 @@ class Contest:
 
     def run(self, case: BenchCase, workload: Workload) -> CaseResult:
         """Run all systems in one case."""
-        runners = [self._runner(entry, case, workload) for entry in self._entries]
+        readers = (OURS, HARNESS, case.files)
+        runners = [
+            self._runner(entry, case, workload)
+            for entry in self._entries
+            if not case.files or entry.name in readers
+        ]
         going = [runner for runner in runners if runner.runs]
         self._show.planned(sum(self._rounds_of(runner) for runner in going))
         for runner in going:
@@ -197,13 +218,19 @@ class Contest:
         is_start = case.mode in (Mode.FIRST, Mode.RESTART)
         if not refused and is_start and case.served and not hasattr(system, "serve"):
             refused = "it has no daemon"
+        description = "" if refused else system.describe(workload)
+        if case.files:
+            # Dataplane opens tables with the packages that wrote them.
+            entry = dataclasses.replace(entry, python=python_of(case.files))
+            if entry.name == OURS:
+                description = f"the files of {adapter(case.files).title} as they are"
         return _Runner(
             entry,
             SystemResult(
                 entry.name,
                 system.title,
                 entry.versions.get(system.distribution, ""),
-                "" if refused else system.describe(workload),
+                description,
                 refused=refused,
             ),
         )
@@ -227,6 +254,7 @@ class Contest:
         key = (
             *(runner.entry.name, workload.fingerprint, case.store, case.delay_ms, case.over_tls),
             *(case.ranks, case.jobs, case.served, case.shared, case.epoch),
+            *(case.files, case.in_order),
         )
         if key not in self._sweeps:
             self._sweeps[key] = tuple(self._tried(runner.entry, case, workload))
@@ -261,23 +289,34 @@ class Contest:
         whole = BenchCase(
             *(case.label, case.workload, Mode.VERIFY, case.store, case.ranks),
             over_tls=case.over_tls,
+            files=case.files,
+            in_order=case.in_order,
         )
         truth = self.truth(workload)
-        key = (runner.entry.name, workload.fingerprint, case.store, case.ranks)
-        if key not in self._digests:
-            self._show.planned(1)
-            self._show.trial(
-                f"{_where(case, workload)}: {runner.entry.name}, every byte of an epoch"
-            )
-            self._digests[key] = self._trial(
-                runner.entry, whole, workload, runner.settings, self._timing
-            )
-        epoch = self._digests[key]
+        epoch = self._epoch(runner.entry, whole, workload, runner.settings)
         fault = _fault(epoch, truth, workload)
+        if case.in_order and runner.entry.name == OURS and not fault:
+            # Worker processes may deliver in turns: without them, the library has one order.
+            alone = adapter(case.files).settings(workload, case, self._cores)[-1]
+            owner = dataclasses.replace(runner.entry, name=case.files)
+            if epoch["facts"] != self._epoch(owner, whole, workload, alone)["facts"]:
+                fault = "in another order than the library's"
         runner.now(digest=epoch["digest"], same_samples=not fault, facts=epoch["facts"])
         if fault:
             where = _where(case, workload)
             self._show.note(f"{runner.result.title}: not the source's samples in {where} ({fault})")
+
+    def _epoch(
+        self, entry: Entry, case: BenchCase, workload: Workload, settings: Settings
+    ) -> dict[str, Any]:
+        """The checksum of one whole epoch."""
+        key = (entry.name, workload.fingerprint, case.store, case.ranks, case.files, case.in_order)
+        key = (*key, str(settings) if case.in_order else "")
+        if key not in self._digests:
+            self._show.planned(1)
+            self._show.trial(f"{_where(case, workload)}: {entry.name}, every byte of an epoch")
+            self._digests[key] = self._trial(entry, case, workload, settings, self._timing)
+        return self._digests[key]
 
     def truth(self, workload: Workload) -> dict[str, Any]:
         """The checksum of the source's samples, and the size of their batches."""
@@ -287,8 +326,7 @@ class Contest:
             self._show.trial(f"{workload.name}: every byte of the source")
             entry = Entry(REFERENCE, sys.executable, {})
             case = BenchCase("source", workload.name, Mode.VERIFY)
-            epoch = self._trial(entry, case, workload, {}, self._timing)
-            self._digests[key] = epoch
+            self._digests[key] = self._trial(entry, case, workload, {}, self._timing)
         epoch = self._digests[key]
         self.sample_bytes[workload.name] = epoch["byte_count"] / max(epoch["sample_count"], 1)
         return epoch

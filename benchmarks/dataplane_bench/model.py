@@ -183,6 +183,9 @@ class BenchCase:
     `cache_share`, if set, limits what a loader may keep of the samples from one epoch to the next,
     in memory and on disk, as a share of their bytes. Every request to S3 waits `delay_ms`, and is
     encrypted if `over_tls`.
+
+    `files`, if set, names the peer whose files Dataplane reads as they are; no other peer takes
+    part. If `in_order`, nothing is shuffled.
     """
 
     label: str
@@ -201,6 +204,8 @@ class BenchCase:
     cache_share: float = 0.0
     delay_ms: float = 0.0
     over_tls: bool = False
+    files: str = ""
+    in_order: bool = False
 
     @property
     def process_count(self) -> int:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dataplane.model.errors import ConfigError
-from dataplane_bench.contest import Contest, Entry, Prepared, Show
+from dataplane_bench.contest import Contest, Entry, Prepared, Show, not_installed
 from dataplane_bench.environments import environment, held
 from dataplane_bench.machine import Division, confined, divided, machine_facts
 from dataplane_bench.model import BenchCase, Mode, StorageKind, Workload
@@ -95,6 +95,24 @@ def chosen(options: Options, workload: str) -> list[Chosen]:
     return [(SCENARIOS[name], cases) for name, cases in cases_by_name.items()]
 
 
+def _possible(plan: Sequence[Chosen], systems: Sequence[Entry], show: Show) -> list[Chosen]:
+    """The plan without the cases whose files belong to a peer that takes no part.
+
+    Raises:  ConfigError: no case is left.
+    """
+    names = {"", *(entry.name for entry in systems)}
+    missing = [case.files for _, cases in plan for case in cases if case.files not in names]
+    possible = [
+        (scenario, tuple(case for case in cases if case.files in names)) for scenario, cases in plan
+    ]
+    if missing:
+        text = f"the files of a peer need it: --peers {','.join(dict.fromkeys(missing))}"
+        if not any(cases for _, cases in possible):
+            raise ConfigError(text, field="peers")
+        show.note(text)
+    return [(scenario, cases) for scenario, cases in possible if cases]
+
+
 def _lines(case: BenchCase, options: Options) -> tuple[BenchCase, ...]:
     """The case at the end of each line to the S3 server; a case without the server as it is."""
     if case.store is StorageKind.LOCAL:
@@ -138,7 +156,7 @@ def entries(names: Sequence[str]) -> tuple[list[Entry], dict[str, str]]:
     for name in (OURS, *dict.fromkeys((*named, *(PEERS if ALL in names else ()))), HARNESS):
         python = environment(name).python
         if python is None:
-            missing[name] = _not_installed(name)
+            missing[name] = not_installed(name)
             if name in named:
                 raise ConfigError(f"{name} is {missing[name]}", field="peers")
             continue
@@ -146,12 +164,8 @@ def entries(names: Sequence[str]) -> tuple[list[Entry], dict[str, str]]:
     for name in PEERS:
         if name not in missing and all(entry.name != name for entry in systems):
             installed = environment(name).python is not None
-            missing[name] = "not asked for: --peers all" if installed else _not_installed(name)
+            missing[name] = "not asked for: --peers all" if installed else not_installed(name)
     return systems, missing
-
-
-def _not_installed(name: str) -> str:
-    return f"not installed: dataplane bench --install-peer {name}"
 
 
 def run(options: Options, root: Path, command: str, show: Show) -> BenchReport:
@@ -164,7 +178,7 @@ def run(options: Options, root: Path, command: str, show: Show) -> BenchReport:
     systems, missing = entries(options.peers)
     _compile()
     mine = _own(options, root, show) if options.urls else None
-    plan = chosen(options, mine.shape if mine else "")
+    plan = _possible(chosen(options, mine.shape if mine else ""), systems, show)
     workloads = _workloads(options, plan, mine, root, show)
     reads_s3 = any(case.store is StorageKind.S3 for _, cases in plan for case in cases)
     usable = os.sched_getaffinity(0)

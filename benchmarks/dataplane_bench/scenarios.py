@@ -70,6 +70,17 @@ def of_ranks(scale: Scale) -> tuple[BenchCase, ...]:
     return (BenchCase(f"{scale.ranks} ranks", scale.workload, ranks=scale.ranks),)
 
 
+def of_peers(_: Scale) -> tuple[BenchCase, ...]:
+    """The files of each peer that has a format of its own, shuffled and in order."""
+    workloads = {"mosaic": "rows", "litdata": "rows", "megatron": "rows"}
+    workloads |= {"delta": "tabular", "iceberg": "tabular"}
+    return tuple(
+        BenchCase(f"{peer}{label}", workload, files=peer, in_order=bool(label))
+        for peer, workload in workloads.items()
+        for label in ("", " in order")
+    )
+
+
 def of_jobs(scale: Scale) -> tuple[BenchCase, ...]:
     """Each job loads the whole epoch in an order of its own, and then all of them in one order; a
     loader with a daemon may share it among them.
@@ -169,8 +180,15 @@ MADE = (
         "epochs",
         two_epochs,
     ),
+    Scenario(
+        "foreign",
+        "How fast do other libraries' files reach a training loop, unconverted, beside the library "
+        "itself?",
+        "one core's gather of random rows into a warm buffer",
+        of_peers,
+    ),
 )
-"""One workload each, whose batches are more than its samples. They load generated samples only."""
+"""Workloads of their own. They load generated samples only."""
 
 OTHERS = (
     Scenario(

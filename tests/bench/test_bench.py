@@ -167,6 +167,7 @@ def test_a_peer_whose_cache_cannot_be_small_enough_takes_no_part(name, tmp_path)
         (["--scenario", "tokkens"], ("tokkens", "tokens")),
         (["--scenario", "tokens/tape"], ("tokens/tape", "tokens/local")),
         (["--peers", "tourch"], ("tourch", "torch")),
+        (["--scenario", "foreign/delta"], ("need it: --peers delta",)),
         (["--peers", "webdataset"], ("not installed", "--install-peer webdataset")),
         (["--limit", "many"], ("many",)),
         (["--s3-delay", "0,soon"], ("0,soon", "0,20,50")),

@@ -135,6 +135,9 @@ SYSTEMS = {
     "tf.data": "tf_data:TfData",
     "ray": "ray_data:RayData",
     "ffcv": "ffcv:Ffcv",
+    "megatron": "own_files:Megatron",
+    "delta": "own_files:Delta",
+    "iceberg": "own_files:Iceberg",
     "noop": "harness:Noop",
     "reference": "harness:Reference",
 }

@@ -23,6 +23,7 @@ from dataplane_bench.model import (
 )
 from dataplane_bench.peers import tokenising
 from dataplane_bench.peers.base import Batch, Loader
+from dataplane_bench.peers.own_files import newest_metadata
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -110,7 +111,7 @@ class _Opened:
         self._loader = DataLoader(
             _where(task),
             task.workload.batch_size,
-            shuffle=True,
+            shuffle=not task.case.in_order,
             seed=task.seed,
             service=task.service or None,
             name=task.run,
@@ -195,6 +196,13 @@ def _making(workload: Workload) -> dict[str, Any]:
 def _where(task: TrialTask) -> Any:
     """The samples' shards, or a mixture of the shards of several sources."""
     parts, place = task.workload.parts, task.place
+    match task.case.files:
+        case "iceberg":
+            return f"iceberg+file://{newest_metadata(place.folder)}"
+        case "delta":
+            return f"delta+{place.url}"
+        case files if files:
+            return place.url
     if not parts:
         return _urls(place.folder, place.url)
     from dataplane_torch import Mixture, Source

@@ -52,7 +52,7 @@ class LitData:
         )
 
     def layout(self, workload: Workload) -> str:
-        return "litdata"
+        return "litdata-records"
 
     def describe(self, workload: Workload) -> str:
         form = "records for its TokensLoader" if _is_records(workload) else "samples"
@@ -126,11 +126,12 @@ def _dataset(task: TrialTask, url: str, settings: Settings) -> Any:
 
     loader = None
     if _is_records(task.workload):
-        loader = TokensLoader(block_size=record_type(task.workload.columns).itemsize)
+        size = record_type(task.workload.columns).itemsize
+        loader = TokensLoader(block_size=size // _token_type(task.workload).itemsize)
     return StreamingDataset(
         url,
         item_loader=loader,
-        shuffle=True,
+        shuffle=not task.case.in_order,
         drop_last=False,
         seed=task.seed,
         # A shard is shuffled as a whole, so it must be decoded as a whole: a part of it would
@@ -165,6 +166,11 @@ def _is_records(workload: Workload) -> bool:
     return all(column.kind is ColumnType.FIXED for column in workload.columns)
 
 
+def _token_type(workload: Workload) -> np.dtype[Any]:
+    """The type of the tokens that make up a record: that of its only column, or bytes."""
+    return np.dtype(workload.columns[0].dtype if len(workload.columns) == 1 else "uint8")
+
+
 def _limit(workload: Workload) -> dict[str, int]:
     """When a shard is full. As many small samples as 64 MB hold would be decoded in one go, while
     the trainer waits: a shard of what others shuffle at once will do.
@@ -186,7 +192,7 @@ def _samples(workload: Workload, shard: int) -> Iterator[Any]:
     for row in samples:
         for name, value in row.items():
             record[name] = value
-        yield record.view(np.uint8).copy()
+        yield record.view(_token_type(workload)).copy()
 
 
 def _leaves(row: Row) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class MosaicStreaming:
         )
 
     def layout(self, workload: Workload) -> str:
-        return "mds"
+        return "mds-arrays"
 
     def describe(self, workload: Workload) -> str:
         mixed = "a Stream with its proportion for each source; " if workload.parts else ""
@@ -78,7 +78,8 @@ class MosaicStreaming:
         encodings = {column.name: _encoding(column) for column in workload.columns}
         with streaming.MDSWriter(out=str(folder), columns=encodings) as shards:
             for row in rows(workload, workload.shards):
-                shards.write(plain(row))
+                arrays = {name: row[name] for name, of in encodings.items() if of[:7] == "ndarray"}
+                shards.write(plain(row) | arrays)
 
     def open(self, task: TrialTask) -> StatefulLoader:
         return _opened(task)
@@ -109,7 +110,7 @@ def _opened(task: TrialTask) -> StatefulLoader:
         dataset = streaming.StreamingDataset(
             **where,
             batch_size=workload.batch_size,
-            shuffle=True,
+            shuffle=not task.case.in_order,
             shuffle_algo="py1e",
             shuffle_seed=task.seed,
             **settings,
@@ -126,8 +127,10 @@ def _opened(task: TrialTask) -> StatefulLoader:
 
 def _encoding(column: WorkloadColumn) -> str:
     """MDS' name for the encoding of a column of plain rows."""
-    if column.kind is not ColumnType.FIXED or column.shape:
+    if column.kind is not ColumnType.FIXED:
         return "bytes"
+    if column.shape:
+        return f"ndarray:{column.dtype}:{','.join(map(str, column.shape))}"
     return "uint8" if column.dtype == "bool" else column.dtype
 
 

@@ -37,6 +37,7 @@ class BatchSampler:
         if count is not None:
             self.count, self.parts = count, ()
         self.rank, self.size, self.seed = task.rank, task.size, task.seed
+        self.in_order = task.case.in_order
         self.epoch = 0
 
     def __iter__(self) -> Position:
@@ -51,8 +52,9 @@ class BatchSampler:
         if self.parts:
             return mixed(self.parts, self.seed + epoch)[self.rank :: self.size]
         generator = torch.Generator().manual_seed(self.seed + epoch)
-        order = torch.randperm(self.count, generator=generator)[self.rank :: self.size]
-        result: NDArray[np.int64] = order.contiguous().numpy()
+        every = torch.randperm(self.count, generator=generator)
+        order = torch.arange(self.count) if self.in_order else every
+        result: NDArray[np.int64] = order[self.rank :: self.size].contiguous().numpy()
         return result
 
 

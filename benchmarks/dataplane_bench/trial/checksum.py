@@ -51,13 +51,17 @@ class Sum:
 
         self._workload = workload
         self._has_colours = not workload.urls and workload.columns == images.COLUMNS
-        self._sum = 0
+        self._sum = self._order = 0
         self.sample_count = 0
         self.byte_count = 0
 
     def add(self, batch: Batch) -> None:
         """Raises:  BatchRefused."""
         hashes, byte_count = sample_hashes(batch, self._workload)
+        places = np.arange(self.sample_count, self.sample_count + len(hashes), dtype=np.uint64)
+        self._order = (self._order + int(mix(hashes ^ mix(places)).sum(dtype=np.uint64))) % (
+            1 << 64
+        )
         if self._has_colours:
             _check_colours(batch)
         self._sum = (self._sum + int(hashes.sum(dtype=np.uint64))) % (1 << 64)
@@ -70,8 +74,8 @@ class Sum:
         return f"{self._sum:016x}"
 
     def facts(self) -> dict[str, Any]:
-        """Other facts about the samples: none."""
-        return {}
+        """A digest of the samples in this order."""
+        return {"order": f"{self._order:016x}"}
 
 
 def sample_hashes(batch: Batch, workload: Workload) -> tuple[Words, int]:

@@ -6,6 +6,7 @@ The same name and scale give the same rows on every machine (JPEGs: with the sam
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import shutil
 import tempfile
@@ -97,6 +98,9 @@ TOKENS = Recipe(
     write=lambda folder, count: _write_token_rows(shards(folder, count)),
     s3_scale=8,
 )
+
+# The same rows alone, as formats of token sequences have them.
+ROWS = dataclasses.replace(TOKENS, name="rows", columns=TOKENS.columns[1:])
 
 # Rows of tokens from four sources, in shares that are not those of their sizes.
 _SHARES = {"web": (0.70, 70), "code": (0.20, 25), "books": (0.07, 10), "maths": (0.03, 5)}
@@ -377,7 +381,8 @@ IMAGES = Recipe(
     s3_scale=12,
 )
 RECIPES = {
-    recipe.name: recipe for recipe in (TOKENS, TABULAR, TEXT, MIXTURE, PACKED, IMAGES, TOKENISE)
+    recipe.name: recipe
+    for recipe in (TOKENS, ROWS, TABULAR, TEXT, MIXTURE, PACKED, IMAGES, TOKENISE)
 }
 BATCHES_MIN = 4
 """However small the scale, so many whole batches are there."""
