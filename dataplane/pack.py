@@ -21,7 +21,7 @@ import json
 import multiprocessing
 import os
 import tarfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
 import pyarrow as pa
@@ -39,7 +39,7 @@ from dataplane.index.journal import publish
 from dataplane.index.viewing import canonical_view, viewed, with_view
 from dataplane.model.config import NodeConfig
 from dataplane.model.errors import ConfigError, DatasetChangedError
-from dataplane.model.joined import KEY
+from dataplane.model.joined import IMAGE, KEY, LABEL
 from dataplane.model.records import Region, View
 from dataplane.node.dataset import StoredRows, stored_rows
 from dataplane.plan.manifest import Manifest
@@ -216,9 +216,11 @@ def _job(
     shard_bytes: int,
 ) -> PackJob:
     if format_name not in _WRITERS:
+        # The source of a pack has no format of its own: a manifest knows it.
+        way = "if it is that of the source, run `dataplane index` with it, and pack the manifest"
         raise ConfigError(
             f"shards of format {format_name!r} cannot be written: pass one of "
-            f"{', '.join(_WRITERS)}",
+            f"{', '.join(_WRITERS)}; {way}",
             field="format",
         )
     folder = normalise(dest).rstrip("/") + "/"
@@ -331,6 +333,8 @@ def write_part(job: PackJob, part: int) -> PackedPart:
     table = pa.Table.from_batches(batches).combine_chunks()
     content = b""
     if table.num_rows:
+        if job.format == "tar" and source.format == FILES:
+            table = _as_members(table, source.categories)
         content = _WRITERS[job.format](table, job.url(part))
         put(job.url(part), content)
     digest = hashlib.sha256(content).hexdigest()
@@ -380,6 +384,7 @@ class _Source:
         reads = None if self._function is None else self._function.reads
         given = job.columns if self._function is None else reads
         self._columns = tuple(given or supported_names(self._schema))
+        self.format, self.categories = whole.format, whole.categories
         self._made: pa.Schema | None = None
         if self._function is not None:
             self._made = self._mapped(0).schema
@@ -489,7 +494,10 @@ def _tar(table: pa.Table, url: str) -> bytes:
     stem = url.rpartition("/")[2].partition(".")[0].removeprefix("part-")
     keys = [f"{stem}-{row:07d}" for row in range(table.num_rows)]
     if KEY in table.column_names:
-        keys = _tar_keys(table.column(KEY).to_pylist(), has_images="image" in names)
+        has_images = not {IMAGE, "jpg"}.isdisjoint(names)
+        keys = _tar_keys(table.column(KEY).to_pylist(), has_images=has_images)
+    images = {suffix[1:] for suffix in BY_FORMAT[FILES]}.intersection(names)
+    images = images if len(images) == 1 else set()
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w") as archive:
         for key, row in zip(keys, table.select(names).to_pylist(), strict=True):
@@ -502,10 +510,22 @@ def _tar(table: pa.Table, url: str) -> bytes:
                 )
             for name, value in values.items():
                 body = _as_file(name, value)
-                member = tarfile.TarInfo(f"{key}.{name}")
+                kind = tar.extension_of(body) if name in images else ""
+                member = tarfile.TarInfo(f"{key}.{kind or name}")
                 member.size = len(body)
                 archive.addfile(member, io.BytesIO(body))
     return content.getvalue()
+
+
+def _as_members(table: pa.Table, categories: Mapping[str, pa.Array]) -> pa.Table:
+    """Name images, and number the labels that folders have, as other readers of tars expect it."""
+    names = table.column_names
+    if IMAGE in names and pa.types.is_binary(table.schema.field(IMAGE).type) and "jpg" not in names:
+        table = table.rename_columns(["jpg" if name == IMAGE else name for name in names])
+    if LABEL in names and LABEL in categories and "cls" not in names:
+        values = categories[LABEL].cast(table.schema.field(LABEL).type)
+        table = table.append_column("cls", pc.index_in(table.column(LABEL), values))
+    return table
 
 
 def _check_images(table: pa.Table, names: Sequence[str]) -> None:

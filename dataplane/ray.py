@@ -1,4 +1,5 @@
-"""Nodes on a Ray cluster: one on each host, as an actor that starts it again when it ends.
+"""Nodes on a Ray cluster: one on each host, as an actor that starts it again when it ends. And new
+shards, written as a job of Ray Data: `pack_shards(urls, dest, config, run=pack_with_ray)`.
 
     nodes = start_nodes(environ={"DATAPLANE_INSECURE": "true"})
     DataLoader(url, service=nodes.service)  # in tasks and actors of the same user
@@ -22,15 +23,17 @@ import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
+from msgspec import structs
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dataplane.base.trace import Trace
 from dataplane.model.errors import ConfigError, PeerLost
+from dataplane.pack import PackedPart, PackJob, write_part
 
 READY_S = 120.0
 STOP_S = 60.0
@@ -127,6 +130,24 @@ def start_nodes(*, join: str = "", environ: Mapping[str, str] | None = None) -> 
         nodes.close()
         raise
     return nodes
+
+
+def pack_with_ray(job: PackJob, parts: Sequence[int]) -> Iterator[PackedPart]:
+    """Write these parts of a pack as a job of Ray Data, each in one task. Its processes need what
+    the map imports, and the keys of the stores.
+
+    Raises:  as `write_part`, wrapped in a RayTaskError.
+    """
+    import ray.data
+
+    shared = ray.put(job)
+
+    def write(row: dict[str, Any]) -> dict[str, Any]:
+        return structs.asdict(write_part(ray.get(shared), int(row["item"])))
+
+    numbers = ray.data.from_items([*parts], override_num_blocks=max(len(parts), 1))
+    for row in numbers.map(write).iter_rows():
+        yield PackedPart(**row)
 
 
 def _free_port() -> int:

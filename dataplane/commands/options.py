@@ -118,9 +118,24 @@ def urls_argument(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def format_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add `--format`, for shards whose names do not show it."""
+    """Add `--format`, for shards whose names do not show it, and `--files`, for tables of paths."""
     text = "Format of the shards, if their names do not show it."
-    return click.option("--format", "format_name", default="", metavar="NAME", help=text)(command)
+    command = click.option(
+        "--format", "format_name", default="", metavar="NAME", help=text, callback=_of_files
+    )(command)
+    text = "Column of paths: each row is the file that it names, as with files=."
+    return click.option(
+        "--files", metavar="COLUMN", help=text, is_eager=True, expose_value=False, callback=_noted
+    )(command)
+
+
+def _noted(context: click.Context, _: click.Parameter, column: str | None) -> None:
+    context.meta["dataplane.files"] = column
+
+
+def _of_files(context: click.Context, _: click.Parameter, name: str) -> str:
+    column = context.meta.get("dataplane.files")
+    return f"files:{name}:{column}" if column else name
 
 
 def workers_option(command: Callable[..., Any]) -> Callable[..., Any]:

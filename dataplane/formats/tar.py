@@ -65,6 +65,7 @@ _KINDS: Mapping[str, str] = {
     **dict.fromkeys(("ppm", "pgm", "pbm", "pnm"), "pnm"),
     **{name: name for name in ("png", "webp", "avif", "gif", "bmp", "jp2")},
 }
+_MARKS = {"jpg": b"\xff\xd8", "png": b"\x89PNG"}
 
 
 class Sample(Struct, frozen=True):
@@ -201,6 +202,13 @@ def image_groups(fields: Iterable[str]) -> list[list[str]]:
         if kind:
             groups.setdefault(prefix, []).append(field)
     return [group for group in groups.values() if len(group) > 1]
+
+
+def extension_of(image: bytes) -> str:
+    """Return the extension of an encoded image; "" for one of another kind."""
+    if image[:4] == b"RIFF" and image[8:12] == b"WEBP":
+        return "webp"
+    return next((name for name, mark in _MARKS.items() if image.startswith(mark)), "")
 
 
 def _image_kind(field: str) -> tuple[str, str]:

@@ -86,6 +86,11 @@ def batch_columns(columns: tuple[ColumnSpec, ...], pack: PackSpec) -> tuple[Colu
 
 def _packed(name: str, known: dict[str, ColumnSpec], pack: PackSpec) -> ColumnSpec:
     spec = known.get(name)
+    if spec is not None and spec.kind is Kind.STRING:
+        raise ConfigError(
+            f"pack= needs lists of tokens, and column {name!r} is text: tokenise it, with map=",
+            field=name,
+        )
     if spec is None or spec.kind not in LISTS or spec.shape:
         raise ConfigError(
             f"pack= needs column {name!r} to be lists of numbers, one number per token, but it is"

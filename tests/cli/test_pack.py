@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+import tarfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,8 @@ def test_a_tar_has_texts_and_bytes_as_they_are_and_other_values_as_json(
 def images(folder: Path, *names: str) -> Path:
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(b"\xff\xd8" + name.encode())
+        mark = b"\x89PNG" if name.endswith(".png") else b"\xff\xd8"
+        (folder / name).write_bytes(mark + name.encode())
     return folder
 
 
@@ -107,9 +109,23 @@ def test_a_pack_of_a_folder_of_images_has_its_rows(tmp_path: Path, format_name: 
     folder = images(tmp_path / "i", "v1.5/b/0.jpg", "v1.5/b/1.JPEG", "car/0.png", "car/1.jpg")
     expected = rows_of(index_dataset(folder))
     got = rows_of(packed(folder, tmp_path / "d", format_name=format_name)[0])
-    if format_name == "tar":  # a key has no suffix, and a label is a file
-        expected = [{**row, "__key__": row["__key__"].rpartition(".")[0]} for row in expected]
-        got = [{**row, "label": row["label"].decode()} for row in got]
+    if format_name == "tar":  # a key has no suffix, a label is a file and a number
+        classes = sorted({row["label"] for row in expected})
+        expected = [
+            {
+                "__key__": row["__key__"].rpartition(".")[0],
+                "png": row["image"],  # named after the first
+                "cls": classes.index(row["label"]),
+                "label": row["label"].encode(),
+            }
+            for row in expected
+        ]
+        (shard,) = (tmp_path / "d").glob("*.tar")
+        with tarfile.open(shard) as archive:
+            members = {name for name in archive.getnames() if "0." in name}
+        assert members == {f"car/0.{name}" for name in ("png", "label", "cls")} | {
+            f"v1.5/b/0.{name}" for name in ("jpg", "label", "cls")
+        }
     assert len(got) == 4
     assert got == expected
 
@@ -141,7 +157,7 @@ def test_two_images_of_one_key_are_refused_in_a_tar_and_may_be_numbered(tmp_path
         packed(folder, tmp_path / "d", format_name="tar")
     given = {"format_name": "tar", "columns": ["image", "label"]}
     got = rows_of(packed(folder, tmp_path / "e", **given)[0])
-    assert [row["image"] for row in got] == [row["image"] for row in rows_of(index_dataset(folder))]
+    assert [row["jpg"] for row in got] == [row["image"] for row in rows_of(index_dataset(folder))]
 
 
 def test_of_two_packs_into_a_folder_at_once_the_second_is_refused(

@@ -77,6 +77,19 @@ for pid in (first, second, third):
 print("works")
 """
 
+PACK = """
+import sys
+import ray
+from dataplane.pack import pack_shards
+from dataplane.ray import pack_with_ray
+from dataplane.settings import default_node_config
+
+ray.init(num_cpus=2, include_dashboard=False)
+url, dest = sys.argv[1:]
+manifest, parts = pack_shards([url], dest, default_node_config(), shard_bytes=1000, run=pack_with_ray)
+print("parts", len(parts), "rows", manifest.sample_count)
+"""
+
 
 @pytest.fixture
 def url(tmp_path: Path) -> str:
@@ -104,6 +117,11 @@ def run(folder: Path, *command: str) -> str:
 def test_a_node_on_each_host_is_started_again_whether_it_or_its_actor_dies(tmp_path, url):
     environ = [f"{name}={value}" for name, value in SMALL.items()]
     assert "works" in run(tmp_path, "-c", NODES, url, *environ)
+
+
+def test_ray_data_packs_the_rows_of_a_dataset_in_order(tmp_path, url):
+    assert "parts 3 rows 300" in run(tmp_path, "-c", PACK, url, str(tmp_path / "packed"))
+    assert pq.read_table(tmp_path / "packed")["id"].to_pylist() == [*range(300)]
 
 
 def test_the_example_goes_on_with_fewer_workers(tmp_path, url):
