@@ -310,8 +310,10 @@ class Contest:
         self, entry: Entry, case: BenchCase, workload: Workload, settings: Settings
     ) -> dict[str, Any]:
         """The checksum of one whole epoch."""
-        key = (entry.name, workload.fingerprint, case.store, case.ranks, case.files, case.in_order)
-        key = (*key, str(settings) if case.in_order else "")
+        key = (
+            *(entry.name, workload.fingerprint, case.store, case.ranks, case.files, case.in_order),
+            str(settings) if case.in_order else "",
+        )
         if key not in self._digests:
             self._show.planned(1)
             self._show.trial(f"{_where(case, workload)}: {entry.name}, every byte of an epoch")

@@ -91,7 +91,7 @@ class _Opened:
                 _Rows(files.take(task), task.workload.sample_count),  # type: ignore[arg-type]
                 batch_size=None,
                 sampler=self._order,
-                collate_fn=as_it_is,
+                collate_fn=as_it_is,  # type: ignore[arg-type]
                 num_workers=workers,
                 persistent_workers=workers > 0,
             )
@@ -194,14 +194,14 @@ def _write_iceberg(workload: Workload, folder: Path) -> None:
 
     final = f"file://{folder.with_name('iceberg')}"
 
-    class Moved(PyArrowFileIO):
+    class Moved(PyArrowFileIO):  # type: ignore[misc]
         def new_input(self, location: str) -> Any:
             return super().new_input(location.replace(final, f"file://{folder}"))
 
         def new_output(self, location: str) -> Any:
             return super().new_output(location.replace(final, f"file://{folder}"))
 
-    class Catalog(SqlCatalog):
+    class Catalog(SqlCatalog):  # type: ignore[misc]
         def _load_file_io(self, properties: Any = None, location: Any = None) -> Any:
             return Moved(properties or {})
 
