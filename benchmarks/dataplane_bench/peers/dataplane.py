@@ -23,7 +23,7 @@ from dataplane_bench.model import (
 )
 from dataplane_bench.peers import tokenising
 from dataplane_bench.peers.base import Batch, Loader
-from dataplane_bench.peers.own_files import newest_metadata
+from dataplane_bench.peers.own_files import metadata_location
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -198,7 +198,7 @@ def _where(task: TrialTask) -> Any:
     parts, place = task.workload.parts, task.place
     match task.case.files:
         case "iceberg":
-            return f"iceberg+file://{newest_metadata(place.folder)}"
+            return f"iceberg+{metadata_location(place.folder)}"
         case "delta":
             return f"delta+{place.url}"
         case files if files:

@@ -23,6 +23,7 @@ from dataplane_bench.peers.rows import TableBatches, rows
 
 _FILE_BYTES = 32 << 20
 _BUFFERED_BATCHES = 8
+_LOCATION = "metadata_location"
 Take = Callable[[NDArray[np.int64]], Batch]
 
 
@@ -186,42 +187,31 @@ def _delta(folder: Path) -> Any:
 
 
 def _write_iceberg(workload: Workload, folder: Path) -> None:
-    """Write a table that is complete when its folder has the name of the layout: its metadata have
-    the whole paths of files.
+    """Write a table beside the folder, since its metadata have the whole paths of files, and the
+    folder is renamed when it is complete.
     """
     from pyiceberg.catalog.sql import SqlCatalog
-    from pyiceberg.io.pyarrow import PyArrowFileIO
 
-    final = f"file://{folder.with_name('iceberg')}"
-
-    class Moved(PyArrowFileIO):  # type: ignore[misc]
-        def new_input(self, location: str) -> Any:
-            return super().new_input(location.replace(final, f"file://{folder}"))
-
-        def new_output(self, location: str) -> Any:
-            return super().new_output(location.replace(final, f"file://{folder}"))
-
-    class Catalog(SqlCatalog):  # type: ignore[misc]
-        def _load_file_io(self, properties: Any = None, location: Any = None) -> Any:
-            return Moved(properties or {})
-
-    catalog = Catalog("bench", uri="sqlite:///:memory:", warehouse=final)
+    place = folder.with_name(f"{folder.name.lstrip('.')}-files")
+    place.mkdir()
+    catalog = SqlCatalog("bench", uri="sqlite:///:memory:", warehouse=f"file://{place}")
     catalog.create_namespace("bench")
     source = pq.read_table(workload.source)
     limits = {"write.target-file-size-bytes": str(_FILE_BYTES)}
     table = catalog.create_table("bench.rows", schema=source.schema, properties=limits)
     table.append(source)
+    (folder / _LOCATION).write_text(table.metadata_location, encoding="utf-8")
 
 
-def newest_metadata(folder: Path) -> Path:
+def metadata_location(folder: Path) -> str:
     """The file of metadata of the table that `_write_iceberg` wrote."""
-    return max(folder.rglob("*.metadata.json"))
+    return (folder / _LOCATION).read_text(encoding="utf-8")
 
 
 def _iceberg(folder: Path) -> Any:
     from pyiceberg.table import StaticTable
 
-    return StaticTable.from_metadata(f"file://{newest_metadata(folder)}").scan()
+    return StaticTable.from_metadata(metadata_location(folder)).scan()
 
 
 Megatron = functools.partial(
