@@ -203,7 +203,14 @@ class DatasetOpener:
             others = [wanted for wanted in self._manifests if wanted.launch != key.launch]
             if len(others) > _MANIFESTS_MAX:
                 self._forget(others[0])
-        return await asyncio.shield(future)
+        try:
+            return await asyncio.shield(future)
+        except ConfigError as error:
+            if not (request.spec.view.map and str(error).startswith("where: there is no column")):
+                raise
+            raise ConfigError(
+                f"{error}. where= comes before map=, so it is about stored columns", **error.nouns
+            ) from None
 
     async def manifests(self, request: messages.OpenJob) -> tuple[Opened, ...]:
         """Open the manifests of all datasets that this job reads.

@@ -91,6 +91,8 @@ class Condition(Struct, frozen=True):
 def _values(node: Node, batch: pa.RecordBatch) -> Any:
     if isinstance(node, Operation):
         name, operands = node.operator, node.operands
+        if name in _OF_LISTS:
+            return _of_lists(name, batch, *operands)
         if name not in _JOIN:
             return _EVALUATE[name](*[_values(operand, batch) for operand in operands])
         # A loop instead of recursion: a condition may have thousands of parts.
@@ -122,6 +124,25 @@ def _length(array: pa.Array) -> pa.Array:
         return pc.utf8_length(array)
     is_list = is_any_list(array.type) or pa.types.is_fixed_size_list(array.type)
     return pc.list_value_length(array) if is_list else pc.binary_length(array)
+
+
+def _of_lists(word: str, batch: pa.RecordBatch, of: Node, name: Node, test: Node) -> pa.Array:
+    """Evaluate a test for the values of lists, and join the results of each list with "or" or
+    "and".
+    """
+    assert isinstance(name, Constant)
+    lists = _values(of, batch)
+    lengths = _length(lists).fill_null(0).to_numpy()
+    rows = np.arange(len(lists)).repeat(lengths)
+    values = pa.RecordBatch.from_arrays([lists.flatten()], names=[name.value])
+    results = _values(test, values).cast(pa.int8()).fill_null(2).to_numpy()
+    # Sum up how often each list has each result.
+    false, true, null = (
+        np.bincount(rows[results == one], minlength=len(lists)) for one in range(3)
+    )
+    decides = true if word == "any" else false
+    is_null = (decides == 0) & (null > 0) | lists.is_null().to_numpy(zero_copy_only=False)
+    return pa.array((decides > 0) == (word == "any"), mask=is_null)
 
 
 def _computed(sign: str, left: pa.Array, right: pa.Array, text: str) -> pa.Array:
@@ -207,6 +228,7 @@ _PATTERN_PARTS = re.compile(r"\\([%_\\])|(.)", re.DOTALL)
 _TICKS_NS = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}
 _RELATE = {"==": pc.equal, "!=": pc.not_equal, "<": pc.less, "<=": pc.less_equal,
            ">": pc.greater, ">=": pc.greater_equal}  # fmt: skip
+_OF_LISTS = frozenset(("any", "all"))
 _JOIN = {"and": pc.and_kleene, "or": pc.or_kleene}
 _EVALUATE: Mapping[str, Callable[..., pa.Array]] = {
     "not": pc.invert,
@@ -315,6 +337,8 @@ def _known(node: Node, outcome: Outcomes) -> frozenset[str]:
             return _known(of, outcome) if outcome is Outcomes.FALSE else frozenset()
         case Operation("not", (of,)):
             return _known(of, _OPPOSITE[outcome])
+        case Operation("any" | "all", (of, *_)):
+            return _known(of, outcome)
         case Operation(word, parts):
             columns = [_known(part, outcome) for part in parts]
             decides = {"and": Outcomes.FALSE, "or": Outcomes.TRUE}.get(word)

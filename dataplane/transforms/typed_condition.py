@@ -120,6 +120,10 @@ class TypedCondition:
         match node:
             case Operation("and" | "or" | "not" as word, parts):
                 return Operation(word, tuple(map(self.test, parts)))
+            case Operation("any" | "all" as word, (of, Name((name,)), test)):
+                lists = self._field(of, word, {_Kind.LIST}, f"{word}() is for lists")
+                values = pa.schema([(name, _type_of(lists).value_type)])
+                return Operation(word, (lists, Constant(name), TypedCondition(values).test(test)))
             case Operation("is", (of, _)):
                 return Operation("is", (self._field(of, "is null"),))
             case Operation("like", (of, Constant(pattern))):
@@ -144,7 +148,7 @@ class TypedCondition:
     def _comparison(self, relation: str, left: Node, right: Node) -> Node:
         if isinstance(left, Constant):
             left, right, relation = right, left, relation.translate(_MIRRORED)
-        why = "it can be tested with 'is null' and, a list, length()"
+        why = "it can be tested with 'is null' and, a list, any(), all() and length()"
         operand, other = self._comparable(left, why), self._comparable(right, why)
         if isinstance(other, Constant):
             same, value = _stored(relation, left, operand, other.value)

@@ -80,7 +80,8 @@ _WORDS: Final = frozenset(("and", "or", "not", "in", "is", "null", "none", "true
 _TESTS: Final = frozenset(("in", "like", "is"))
 _BARE = re.compile(r"[^\W\d]\w*")
 _STRENGTH: Final = {"or": 1, "and": 2, "not": 3, **dict.fromkeys(RELATIONS | _TESTS, 4),
-                    **dict.fromkeys("+-", 5), **dict.fromkeys("*/%", 6), "length": 7}  # fmt: skip
+                    **dict.fromkeys("+-", 5), **dict.fromkeys("*/%", 6),
+                    **dict.fromkeys(("length", "any", "all"), 7)}  # fmt: skip
 
 
 def canonical_text(node: Node) -> str:
@@ -92,6 +93,9 @@ def canonical_text(node: Node) -> str:
             return _constant(value)
         case Operation("length", (of,)):
             return f"length({canonical_text(of)})"
+        case Operation("any" | "all" as word, (of, name, test)):
+            name_text, of_text = canonical_text(name), canonical_text(of)
+            return f"{word}({canonical_text(test)} for {name_text} in {of_text})"
         case Operation("not", (Operation(test, (of, value)),)) if test in _TESTS:
             negated = "is not" if test == "is" else f"not {test}"
             return f"{_within(of, 5)} {negated} {canonical_text(value)}"
@@ -399,13 +403,28 @@ class _Parser:
             parts.append(_part(self._took_any()))
         if not self._is("("):
             return self._counted(Name(tuple(parts)))
-        if [part.lower() for part in parts] != ["length"]:
-            raise self._error("the only function is length(…)")
+        function = ".".join(parts).lower()
+        if function not in {"length", "len", "any", "all"}:
+            raise self._error("the only functions are length(…), any(…) and all(…)")
         self._took("(")
+        if function in {"any", "all"}:
+            return self._of_lists(function)
         with self._nested():
             inner = self._sum()
         self._need(")", "expected ')'")
         return self._operation("length", inner)
+
+    def _of_lists(self, word: str) -> Node:
+        """Parse the rest of "any(x > 3 for x in tags)"."""
+        test, expected = self._either(), f"expected the form {word}(x > 3 for x in tags)"
+        self._need("for", expected)
+        if self._next.kind != "word" or self._is(*_WORDS):
+            raise self._error(expected)
+        name = self._counted(Name((self._took_any().text,)))
+        self._need("in", expected)
+        of = self._value()
+        self._need(")", expected)
+        return self._operation(word, of, name, test)
 
 
 def _tokens(text: str) -> Iterator[_Token]:

@@ -162,6 +162,8 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         batches_of(stored, map=user_functions.repeats)
     with pytest.raises(ConfigError, match="makes no rows of the 24 rows"):
         batches_of(stored, where="id >= 36 and id < 48 or id >= 96 and id < 108", **MAPPED)
+    with pytest.raises(ConfigError, match=r"no column 'copy'.* where= comes before map="):
+        batches_of(stored, where="copy > 1", **MAPPED)
     with pytest.raises(ConfigError, match="without map="):
         DataLoader(stored, resizes=True)
     with pytest.raises(ConfigError, match="an empty list to leave a document out"):

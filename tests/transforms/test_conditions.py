@@ -44,6 +44,24 @@ BATCH = pa.record_batch(
         "clock": pa.array([1, 2, None, 4, 5, 6], pa.time32("s")),
         "ok": pa.array([True, None, False, True, False, True]),
         "l": pa.array([[1], [1, 2], None, [], [3], [4]]),
+        "ls": pa.array(
+            [
+                [{"a": 1, "t": "u"}],
+                [{"a": 2, "t": "v"}, {"a": 1, "t": None}],
+                [{"a": None, "t": "u"}, {"a": 2, "t": "u"}],
+                None,
+                [],
+                [None],
+            ]
+        ),
+        "ll": pa.array([[[1], [2]], [[]], [None], [[3, 4], [0]], None, []]),
+        "ld": pa.array([["a"], ["a", "b"], ["b"], None, [], [None]]).cast(
+            pa.large_list(pa.dictionary(pa.int8(), pa.string()))
+        ),
+        "lb": pa.array(
+            [[False], [None], None, [False, False], [None, False], [None, True]],
+            pa.list_(pa.bool_()),
+        ),
         "st": pa.array([{"a": 1, "b.c": "x"}, None, {"a": None}, {"a": 4}, {"a": 5}, {"a": 6}]),
         "n": pa.array([decimal.Decimal(i) / 2 for i in range(ROWS)], pa.decimal128(9, 2)),
         "we ird": pa.array(range(ROWS)),
@@ -73,6 +91,15 @@ BATCH = pa.record_batch(
         ("s like 'e%' and v like '_n'", [0, 4]),
         ("length(s) == 2 and length(v) == 2", [0, 1, 3, 4]),
         ("length(l) == 1", [0, 4, 5]),
+        ("any(x > 1 for x in l)", [1, 4, 5]),
+        ("all(x > 1 for x in l)", [3, 4, 5]),
+        ("not any(x in (1, 3) for x in l) and len(l) > 0", [5]),
+        ("any(l == 3 for l in l) or any(i == 4 for i in l) and i > 5", [4, 5]),
+        ("any(x.a > 1 and x.t == 'u' for x in ls)", [2]),
+        ("all(x.t is null for x in ls)", [4, 5]),
+        ("not all(x.a > 1 for x in ls)", [0, 1]),
+        ("any(all(y > 1 for y in x) for x in ll)", [0, 1, 3]),
+        ("any(x == 'b' for x in ld) or any(x for x in lb)", [1, 2, 5]),
         ("length(b) >= 1 and b != 'zz'", [0, 1, 4]),
         ("d in ('a', 'c') and d != 'c'", [0, 2, 5]),
         ("t < '1970-01-01 00:00:03' or t > '2024-01-01'", [0, 1, 3]),
@@ -114,6 +141,10 @@ def test_a_condition_leaves_the_rows_where_it_is_true(where: str, rows: list[int
         ("lang == 'en'", "no column 'lang'.*The dataset has: i, u.*in quotes"),
         ("wird > 1", "no column 'wird'; did you mean 'we ird'"),
         ("i.x > 1", "no column 'i.x'"),
+        ("any(x > 1 for x in i)", r"i \(int32\): any\(\) is for lists"),
+        ("any(x > i for x in l)", "no column 'i'.* The dataset has: x"),
+        ("all(x > 'a' for x in l)", r"x \(int64\): it is compared with 'a'"),
+        ("l == 1", "any\\(\\), all\\(\\) and length"),
         ("s > 1", r"s \(string\): it is compared with 1: write it in quotes"),
         ("s", r"s \(string\): a condition must be true or false"),
         ("i == 'x'", r"i \(int32\).*compare it with a number"),
@@ -208,7 +239,7 @@ KINDS: dict[str, tuple[pa.DataType, st.SearchStrategy[Any], Callable[[Any], str]
     "t": (pa.timestamp("us"), st.integers(0, 3).map(lambda us: DAY.replace(microsecond=us)), _quoted),
     "z": (pa.timestamp("us", "Europe/Berlin"),
           st.integers(0, 3).map(lambda us: DAY.replace(microsecond=us, tzinfo=dt.UTC)), _quoted),
-    "l": (pa.list_(pa.int8()), st.lists(st.just(1), max_size=2), str),
+    "l": (pa.list_(pa.int8()), st.lists(st.none() | st.integers(0, 2), max_size=3), str),
 }  # fmt: skip
 NUMBERS, TEXTS, SCALARS = ["i", "u", "f", "n", "m.i"], ["s", "m.s"], [*KINDS][:-1]
 RELATIONS = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le,
@@ -247,6 +278,11 @@ def _joined(word: str, left: Oracle, right: Oracle) -> Oracle:
     return value
 
 
+def _over(word: str, results: list[bool | None]) -> bool | None:
+    decides = word == "any"
+    return decides if decides in results else None if None in results else not decides
+
+
 @st.composite
 def _conditions(draw: st.DrawFn, depth: int = 3) -> tuple[str, Oracle]:
     kind = draw(st.sampled_from(["test"] * 2 + ["and", "or", "not"] if depth else ["test"]))
@@ -256,7 +292,11 @@ def _conditions(draw: st.DrawFn, depth: int = 3) -> tuple[str, Oracle]:
     if kind != "test":
         (text, left), (other, right) = (draw(_conditions(depth - 1)) for _ in range(2))
         return f"({text}) {kind} ({other})", _joined(kind, left, right)
-    test = draw(st.sampled_from(["null", "constant", "in", "like", "columns", "length", "sum"]))
+    test = draw(
+        st.sampled_from(
+            ["null", "constant", "in", "like", "columns", "length", "sum", "any", "all"]
+        )
+    )
     name = draw(st.sampled_from([*KINDS, "m", *NUMBERS, *TEXTS]))
     sign = draw(st.sampled_from([*RELATIONS]))
     relation = RELATIONS[sign]
@@ -277,6 +317,11 @@ def _conditions(draw: st.DrawFn, depth: int = 3) -> tuple[str, Oracle]:
     if test == "like":
         name, pattern = draw(st.sampled_from(TEXTS)), draw(st.sampled_from([*PATTERNS]))
         return f"{name} like '{pattern}'", _of(PATTERNS[pattern], _column(name))
+    if test in {"any", "all"}:
+        return f"{test}(i {sign} 1 for i in l)", _of(
+            lambda values: _over(test, [None if v is None else relation(v, 1) for v in values]),
+            _column("l"),
+        )
     if test == "length":
         name = draw(st.sampled_from([*TEXTS, "l"]))
         return f"length({name}) {sign} 1", _of(lambda value: relation(len(value), 1), _column(name))

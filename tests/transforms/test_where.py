@@ -53,9 +53,16 @@ TESTS = st.one_of(
 )
 
 
+VALUE_NAMES = st.sampled_from([Name(("x",)), Name(("for",))])
+
+
 def _joined(inner: st.SearchStrategy[Node]) -> st.SearchStrategy[Node]:
-    return _operation(["not"], inner.filter(lambda node: not _is(node, "not"))) | st.builds(
-        _junction, st.sampled_from(["and", "or"]), st.lists(inner, min_size=2, max_size=3)
+    return (
+        _operation(["any", "all"], NAMES, VALUE_NAMES, inner)
+        | _operation(["not"], inner.filter(lambda node: not _is(node, "not")))
+        | st.builds(
+            _junction, st.sampled_from(["and", "or"]), st.lists(inner, min_size=2, max_size=3)
+        )
     )
 
 
@@ -97,6 +104,8 @@ def test_the_canonical_text_of_a_condition_parses_to_it(node: Node) -> None:
         ("x in (9007199254740993.0, 2.0)", "x in (2.0, 9007199254740993)"),
         ("x > " + "1" * 40 + ".5e-300", "x > " + "1." + "1" * 39 + "5E-261"),
         ("length > 3 and Length (text) > length", "length > 3 and length(text) > length"),
+        ("Any( x>3 for x in a.b ) and len(a)=1", "any(x > 3 for x in a.b) and length(a) == 1"),
+        ("not all((x or y) for x in l)", "not all(x or y for x in l)"),
         ("`and` == TRUE", "`and` == true"),
     ],
 )
@@ -113,7 +122,7 @@ def test_equal_conditions_have_one_text(text: str, canonical: str) -> None:
         ("lang == 'en", r"character 9 .*the quote ' is not closed"),
         ("a && b", r"character 3 .*write 'and', 'or' and 'not'"),
         ("5x > 1", "this is not a number"),
-        ("__import__('os').system('x')", "the only function is length"),
+        ("__import__('os').system('x')", "the only functions are length"),
         ("lambda: 1", "not allowed here|expected"),
         ("a in ()", "no values"),
         ("a in (b)", "may contain numbers, texts"),
@@ -125,6 +134,9 @@ def test_equal_conditions_have_one_text(text: str, canonical: str) -> None:
         ("a > " + "9" * 80, "too large"),
         ("a > 1e-999999999", "too small"),
         ("x like y", "pattern in quotes"),
+        ("any(l > 3)", r"character 10 \('\)'\): expected the form any\(x > 3 for x in tags\)"),
+        ("all(x > 3 for 'x' in l)", "expected the form all"),
+        ("any(" * 3000 + "a", "nested more than"),
         ("length(" * 3000 + "a" + ")" * 3000 + " > 1", "nested more than"),
         ("lang == '\udc80'", r"character 10 .*half of a character"),
         ("(" * (DEPTH_MAX + 1) + "a" + ")" * (DEPTH_MAX + 1), "nested more than"),
