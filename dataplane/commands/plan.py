@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -23,7 +24,12 @@ from dataplane.commands.options import (
     view_options,
     workers_option,
 )
-from dataplane.commands.plan_mixture import AskedMixture, Question, mixture_options
+from dataplane.commands.plan_mixture import (
+    AskedMixture,
+    Question,
+    mixture_options,
+    show_mixture,
+)
 from dataplane.commands.plan_reads import (
     fleet,
     reads_and_advice,
@@ -31,10 +37,14 @@ from dataplane.commands.plan_reads import (
     show_host_counts,
     show_reads,
 )
+from dataplane.commands.traced import is_a_ledger, of_ledger
+from dataplane.model.errors import ConfigError
+from dataplane.model.ledger import Ledger
 from dataplane.model.records import End, View
 
 if TYPE_CHECKING:
-    from dataplane.model.config import JobSpec, NodeConfig
+    from dataplane.commands.traced import Traced
+    from dataplane.model.config import JobSpec, MixtureSpec, NodeConfig
     from dataplane.plan.cluster import Cluster
     from dataplane.plan.explain import Explanation
     from dataplane.plan.manifest import Manifest
@@ -57,7 +67,7 @@ POSITIVE = click.IntRange(min=1)
     help="Ranks on each host, also in the table for 1 to 1,024 hosts; --dp-size may be fewer.",
 )
 @click.option(
-    "--global-batch", type=POSITIVE, required=True, help="Samples in a step, over all ranks."
+    "--global-batch", type=POSITIVE, help="Samples in a step, over all ranks; needed for urls."
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--epoch", type=click.IntRange(min=0), default=0, show_default=True)
@@ -108,35 +118,35 @@ def plan(
     For a mixture, name each dataset with --source; no run is needed. The plan says how many samples
     of each source an epoch has, how often the source is read, when it is exhausted, and how much
     memory its open windows take. Options of a source are weight, passes, max_passes, mean_length,
-    format, where, sample, split and limit.
+    format, where, sample, split and limit. Of a ledger, the stages of the run are shown.
 
     \b
     Examples:
       dataplane plan s3://bucket/train/ --dp-size 64 --global-batch 1024
       dataplane plan train.manifest --dp-size 512 --global-batch 4096 --lanes 1024 --json
       dataplane plan train.manifest --global-batch 4096 --fleet
-      dataplane plan train.manifest --global-batch 32 --no-shuffle --end drop
       dataplane plan tokens.manifest --global-batch 1024 --pack tokens,length=4096
       dataplane plan texts.manifest --global-batch 1024 --map mytext:f --pack tokens,length=4096
       dataplane plan --source web=s3://bucket/web/,weight=0.7 \\
         --source code=s3://bucket/code/,weight=0.3,max_passes=2 --global-batch 1024
+      dataplane plan checkpoints/ledger.jsonl
     """
     from dataplane.commands.datasets import opened
     from dataplane.model.config import JobSpec
     from dataplane.settings import node_config
 
-    question = Question(end=End(end), **asked)  # type: ignore[arg-type]
+    if is_a_ledger(urls):
+        _show_stages(_of_ledger(settings, urls[0], asked, workers), as_json=as_json)
+        return
+    question = _question(asked, end)
     if mixture is not None:
-        from dataplane.commands.plan_mixture import show_mixture
-
         show_mixture(
             mixture, settings, view, question, packs=packs, format_name=format_name,
             workers=workers, as_json=as_json, with_fleet=with_fleet,
         )  # fmt: skip
         return
     config = node_config(settings)
-    manifest = opened(urls, format_name, workers, config, view)
-    of_packs: dict[str, object] = {}
+    manifest, of_packs = opened(urls, format_name, workers, config, view), dict[str, object]()
     spec = JobSpec(manifest.fingerprint, view=view)
     if packs is not None:
         from dataplane.commands.packs import with_packs
@@ -145,6 +155,82 @@ def plan(
         manifest, of_packs = counted.packs, counted.facts()
         spec = counted.spec()
     _show(manifest, spec, question, config, of_packs, as_json=as_json, with_fleet=with_fleet)
+
+
+def _question(asked: Mapping[str, int | None], end: str) -> Question:
+    if asked["global_batch"] is None:
+        raise ConfigError(
+            "--global-batch is needed: the number of samples in a step, over all ranks",
+            field="global_batch",
+        )
+    return Question(end=End(end), **asked)  # type: ignore[arg-type]
+
+
+def _of_ledger(
+    settings: Settings, path: str, asked: Mapping[str, int | None], workers: int
+) -> Traced:
+    options = {
+        "data": (), "dataset_moved": False, "dp_size": None, "workers": workers,
+        "format_name": "", "global_batch": asked["global_batch"],
+    }  # fmt: skip
+    return of_ledger(settings, options, Ledger.from_lines(Path(path).read_text(), path))
+
+
+def _show_stages(job: Traced, *, as_json: bool) -> None:
+    """Show the stages of a run, and the changes of the weights of a mixture that are ahead."""
+    spec, first_step, stages = job.spec, 0, list[dict[str, Any]]()
+    facts = [None if stage.spec is None else stage.spec.facts() for stage in spec.stages]
+    reached = job.reached or (0, 0)
+    begins = [0, *(stage.next_epoch for stage in spec.stages)]
+    for number, (begin, own) in enumerate(zip(begins, [*facts, spec.facts()], strict=True)):
+        is_former = number < len(spec.stages)
+        stop = begins[number + 1] if is_former else max(reached[0] + (reached[1] > 0), begin + 1)
+        before = own if not number else facts[number - 1]
+        names = {*(own or {}), *(before or {})}
+        steps = sum(map(job.steps_made, range(begin, stop)))
+        stages.append({
+            "stage": number + 1,
+            "first_epoch": begin,
+            "last_epoch": stop - 1 if stop > begin else None,
+            "first_global_step": first_step,
+            "steps": steps,
+            "unread": bool(number) and spec.stages[number - 1].unread,
+            "changed": sorted(n for n in names if (own or {}).get(n) != (before or {}).get(n)),
+        })  # fmt: skip
+        first_step += steps
+    ahead = [] if spec.mixture is None else _weights_ahead(job, spec.mixture)
+    if as_json:
+        output.write_json({"stages": stages, "ahead": ahead, "reached": reached})
+        return
+    lines = [
+        (
+            f"{of['stage']}", f"{of['first_epoch']} to {of['last_epoch']}", f"{of['steps']:,}",
+            f"{of['first_global_step']:,}", "what was unread" if of["unread"] else "all data",
+            ", ".join(of["changed"]),
+        )
+        for of in stages
+    ]  # fmt: skip
+    columns = ("stage", "epochs", "steps", "first global step", "begins with", "changed options")
+    output.write_table(columns, lines, "stages; the last one goes on")
+    if ahead:
+        shown = [(f"{at['epoch']}", f"{at['step']:,}", str(at["weights"])) for at in ahead]
+        output.write_table(("epoch", "step", "shares"), shown, "weights ahead")
+
+
+def _weights_ahead(job: Traced, mixture: MixtureSpec) -> list[dict[str, Any]]:
+    """Return the changes of weights after the place that the run has reached."""
+    return [
+        {
+            "epoch": change.epoch,
+            "step": -(-change.position // job.spec.global_batch),
+            "weights": {
+                source.name: round(share / sum(change.shares), 6)
+                for source, share in zip(mixture.sources, change.shares, strict=True)
+            },
+        }
+        for change in mixture.changes
+        if change.place > (job.reached or (0, 0))
+    ]
 
 
 def _show(

@@ -130,6 +130,13 @@ def step_rows(job: Traced, step: int, epoch: int, dp_rank: int | None, cursor: i
             field="dp_rank",
         )
     order, left_out = job.order(epoch), LeftOut(job)
+    steps = job.steps(order, epoch, cursor)
+    if step >= steps.count:
+        raise ConfigError(
+            f"--step {step}: epoch {epoch} has {output.counted(steps.count, 'step')}, counted from"
+            " 0. `dataplane trace --global-step` counts them over all epochs",
+            field="step",
+        )
     # The rows of a view need not be found for packs, which are named by their documents alone.
     names = [
         RowNames(source.manifest) if job.is_packed else row_names(source.manifest, source.view)
@@ -137,7 +144,6 @@ def step_rows(job: Traced, step: int, epoch: int, dp_rank: int | None, cursor: i
     ]
     changes = left_out.changes(epoch, cursor + step * job.spec.global_batch)
     gaps, rows_for = changes.gaps(epoch), left_out.rows_for(changes)
-    steps = job.steps(order, epoch, cursor)
     rows = rows_of_step(steps, order, names, step, gaps=gaps, rows_for=rows_for)
     if dp_rank is None:
         return rows

@@ -138,7 +138,7 @@ _STEPS = (
             ("--transform", "jpg=CenterCrop(8)"),
             "transforms of 'jpg': no column of bytes has this name (columns of bytes are none)",
         ),
-        (("--step", "9"), "there are no steps"),
+        (("--step", "9"), "1 step, counted from 0"),
         (("--where", "x", "==", "3"), "--where x: quote the whole condition, as in --where"),
         (
             ("--split", "val:1%"),

@@ -367,6 +367,15 @@ def check_traces(
     for epoch in range(3):
         first = sum(map(len, epochs[:epoch]))
         assert traced("--global-step", str(first)) == epochs[epoch][0]
+    assert run(["plan", ledger, *batch, "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)["stages"]
+    assert [(stage["steps"], stage["first_global_step"], stage["unread"]) for stage in planned] == [
+        (len(epochs[0]), 0, False),
+        (len(epochs[1]) + len(epochs[2]), len(epochs[0]), bool(batch)),
+    ]
+    assert run(["plan", ledger, *batch]) == 0
+    assert run(["trace", ledger, *batch, "--epoch", "1", "--step", "99"]) == 2
+    assert f"has {len(epochs[1])} steps" in capsys.readouterr().err
     assert run(["ledger", "verify", ledger]) == 0
     assert run(["ledger", "show", ledger]) == 0
     assert ("what was unread" in capsys.readouterr().out) == bool(batch)
