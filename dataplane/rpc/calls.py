@@ -19,7 +19,13 @@ from tenacity import (
 )
 
 from dataplane.base.trace import Trace
-from dataplane.model.errors import AccessDenied, ClosedError, DataplaneError, PeerLost
+from dataplane.model.errors import (
+    AccessDenied,
+    ClosedError,
+    DataplaneError,
+    NotWrittenError,
+    PeerLost,
+)
 from dataplane.rpc.address import TcpAddress, UnixAddress, is_this_host, parse
 from dataplane.rpc.credentials import channel_credentials
 from dataplane.rpc.grpc_errors import error_of
@@ -108,6 +114,7 @@ class CoordinatorClient:
         self._calls: dict[str, grpc.aio.UnaryUnaryMultiCallable[Any, Any]] = {}
         self._closed = False
         self._away_since: float | None = None
+        self._unwritten = set[str]()
 
     async def register_node(self, request: RegisterNodeRequest) -> RegisterNodeResponse:
         """See `Coordination.register_node`."""
@@ -164,9 +171,18 @@ class CoordinatorClient:
         return await attempts(self._watched, name, request)
 
     async def _watched(self, name: str, request: object) -> object:
-        """Make a call, and log when the coordinator stops answering or answers again."""
+        """Make a call, and log when the coordinator stops answering or answers again, and when it
+        refuses calls of this kind because it cannot write, while others may succeed.
+        """
         try:
             answer = await self._call(name, request)
+        except NotWrittenError as error:
+            self._answered()
+            if name not in self._unwritten:
+                self._unwritten.add(name)
+                what = f"coordinator refuses each {name}, trying again"
+                _trace.failed(what, address=self.address, error=str(error))
+            raise
         except PeerLost as error:
             if self._away_since is None:
                 self._away_since = time.monotonic()
@@ -177,6 +193,9 @@ class CoordinatorClient:
             self._answered()
             raise
         self._answered()
+        if name in self._unwritten:
+            self._unwritten.remove(name)
+            _trace.failed(f"coordinator accepts a {name} again", address=self.address)
         return answer
 
     def _answered(self) -> None:

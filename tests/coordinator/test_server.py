@@ -1,6 +1,7 @@
 """The server: where it listens, what it refuses, how it stops and comes back."""
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -20,10 +21,12 @@ from dataplane.model.errors import (
     ClosedError,
     ConfigError,
     DataplaneError,
+    NotWrittenError,
     PeerLost,
     SpecMismatch,
     VersionMismatch,
 )
+from dataplane.model.records import ColumnOptions
 from dataplane.rpc.calls import CoordinatorClient
 from dataplane.rpc.membership import JoinResponse, StatusRequest
 from dataplane.rpc.serve import GrpcServer
@@ -227,6 +230,41 @@ class Slow:
         raise ZeroDivisionError("oh")
 
     heartbeat = leave = ledger = change = share_manifest = register_node
+
+
+def test_a_node_says_once_that_joins_are_refused_while_its_heartbeats_are_answered(
+    tmp_path, caplog
+):
+    async def main():
+        server = CoordinatorServer(
+            CoordinatorConfig(VERSION, str(tmp_path / "c.db")), LOCAL, TRUSTED
+        )
+        client = CoordinatorClient(await server.start(), TRUSTED, patience_s=0.0, identity=OWN)
+        journal = server._coordinator._journal
+
+        def room(pages):
+            count = f"PRAGMA max_page_count = {pages}"
+            journal._thread.submit(lambda: journal._store._db.execute(count).close()).result()
+
+        room(4)
+        options = ColumnOptions(columns=("x" * 100_000,))
+        big = join(0, spec=structs.replace(SPEC, column_options=options))
+        for _ in range(3):
+            with pytest.raises(NotWrittenError):
+                await client.join(big)
+            await client.heartbeat(beat())
+        room(1 << 20)
+        assert (await client.join(big)).generation == 1
+        await server.stop(0.0)
+        await client.close()
+
+    with caplog.at_level(logging.WARNING, "dataplane.rpc"):
+        asyncio.run(main())
+    refused, accepted = [line.getMessage() for line in caplog.records if line.name.endswith("rpc")]
+    caplog.clear()  # its records hold errors, whose tracebacks hold the connection
+    assert refused.startswith("coordinator refuses each join, trying again address=127.0.0.1:")
+    assert "database or disk is full" in refused
+    assert accepted.startswith("coordinator accepts a join again address=127.0.0.1:")
 
 
 def test_draining_answers_what_is_in_flight_and_sends_the_rest_away():
