@@ -38,6 +38,7 @@ from dataplane.coordinator.records import (
     Write,
     place_of,
 )
+from dataplane.model.changes import ReplacedRow
 from dataplane.model.ledger import LedgerEntry, LedgerPosition
 from dataplane.rpc.membership import ChangeResponse, JobNodes, JoinRequest, MixAsked, NeighbourNode
 
@@ -176,6 +177,7 @@ GONE_MAX = 1024
 _OF_DP_RANK_MAX, _JOINED_LEAST, _JOINED_MOST = 64, 16384, 131072
 _MISSING_SHOWN_MAX = 64
 INCARNATIONS_MAX = 1024
+_REPLACED_MAX = 1 << 20
 _DATASET_LENGTH_MAX = 1024
 
 
@@ -209,6 +211,8 @@ class Roster:
         self._present: set[int] = set()
         self._missing: tuple[int, ...] | None = None
         self._no_end_before = math.inf
+        self.replaced: set[int] = set()
+        """Hashes of the rows that nodes have replaced in the present launch."""
         self._order = 0
         for member in sorted(members, key=lambda member: member.order):
             self._put(member, now)
@@ -298,6 +302,11 @@ class Roster:
         left = dp_rank in self._left if gone is None else self._has_left(gone)
         return left and place_of(request.topology) != holder.place
 
+    def note_replaced(self, rows: Iterable[ReplacedRow]) -> None:
+        """Count these rows, each once for all nodes."""
+        if len(self.replaced) < _REPLACED_MAX:
+            self.replaced.update(hash((row.url, row.row)) for row in rows)
+
     def begin(self, job: Job, now: float) -> list[Write]:
         """Start a new generation, which no member of the old one belongs to.
 
@@ -307,6 +316,7 @@ class Roster:
         left = {dp_rank for dp_rank, name in self._last_gone.items() if self._has_left(name)}
         is_same = job.incarnation == self.job.incarnation
         self._left = {dp_rank for dp_rank in left | self._left if is_same and dp_rank < job.dp_size}
+        self.replaced = self.replaced if is_same else set()
         writes: list[Write] = [Forget(Member, job.job_id, name) for name in self.members]
         writes += self.ledger.ended(self.job, "a newer launch", now)
         mark = self.ledger.marks[-1] if self.ledger.marks else None
@@ -344,7 +354,7 @@ class Roster:
         if phase is not Phase.JOINED:
             self.mixing.left(member.member_id)
         if self.is_idle:
-            self.mixing = Mixing()
+            self.mixing, self.replaced = Mixing(), set()  # rows may be repaired before it goes on
             writes += self.ledger.ended(self.job, phase.value, now)
         return writes
 

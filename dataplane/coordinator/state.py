@@ -327,7 +327,8 @@ class CoordinatorState:
         proposal = roster.mixing.proposal
         count = roster.missing_count
         return MemberVerdict(
-            progress.member_id, None, missing, missing_for_s, proposal, told, count
+            progress.member_id, None, missing, missing_for_s, proposal, told, count,
+            len(roster.replaced),
         )  # fmt: skip
 
     def _advanced(self, roster: Roster, member: Member, progress: MemberProgress) -> Member:
@@ -348,6 +349,7 @@ class CoordinatorState:
             self._writes += roster.ledger.reading(roster.job, progress, known, by, now)
             self._writes += roster.ledger.weighted(before, roster.job, by, now)
             self._writes += roster.ledger.quarantined(roster.job, progress.replaced, by, now)
+            roster.note_replaced(progress.replaced)
         if reported < (member.epoch, member.cursor):
             return member
         return replace(

@@ -249,8 +249,9 @@ class ServedStream(Struct, eq=False):
 # reported to the coordinator.
 
 
-ROWS_MAX = 1024
-"""The most rows that are reported for each job: more lines in the log would not help anybody."""
+ROWS_MAX, _UNTOLD_MAX = 1024, 1 << 14
+"""The most rows that are logged for each job, since more lines would not help anybody, and that
+wait to be reported to the coordinator, which counts those of all nodes."""
 _AT_ONCE, _LISTED = 64, 20
 _TEXT_MAX = 1024
 """The most characters of a url or a reason, so that a heartbeat with them can always be sent."""
@@ -278,6 +279,7 @@ class ReplacedRows:
         self._trace = trace
         self._counted: OrderedDict[_Launch, _Counted] = OrderedDict()
         self._untold: OrderedDict[str, dict[_RowName, ReplacedRow]] = OrderedDict()
+        self._of_all_nodes: dict[str, int] = {}
 
     def note(self, delivery: DeliveryArena, result: object) -> None:
         """Note the replaced rows of a slab of this delivery. Jobs of other nodes are reported by
@@ -300,6 +302,7 @@ class ReplacedRows:
         the job is opened again.
         """
         self._counted.pop((delivery.job_id, delivery.launch), None)
+        self._of_all_nodes.pop(delivery.job_id, None)
 
     def checked(self, delivery: DeliveryArena, result: tasks.ResultBody) -> tasks.ResultBody:
         """Note the replaced rows of a slab. Return its result, or the error that ends the job if
@@ -309,18 +312,25 @@ class ReplacedRows:
         return self._excess(delivery) or result
 
     def _excess(self, delivery: DeliveryArena) -> CorruptShard | None:
-        limit, counted = delivery.bad_limit, self._counted.get((delivery.job_id, delivery.launch))
-        if limit is None or counted is None or len(counted.names) <= limit:
+        limit, key = delivery.bad_limit, (delivery.job_id, delivery.launch)
+        counted = self._counted.get(key) or _Counted()
+        count = max(len(counted.names), self._of_all_nodes.get(delivery.job_id, 0))
+        if limit is None or count <= limit:
             return None
-        rows, count = counted.first, len(counted.names)
+        rows = counted.first
         listed = "; ".join(f"{row.url} row {row.row}: {row.reason:.160}" for row in rows)
-        more = "" if count <= len(rows) else " …"
+        more = "" if count <= len(rows) else " … (`dataplane ledger show` has those of other nodes)"
         return CorruptShard(
             f"{count} rows of this epoch cannot be read, more than the {limit} that bad_max= "
             f"allows: {listed}{more}. Repair or leave out these shards (`dataplane verify` lists "
             "the damage), or raise bad_max=",
             shard=rows[0].url if rows else None,
         )
+
+    def heard(self, job_id: str, count: int) -> None:
+        """Note how many rows of a job all of its nodes have replaced."""
+        if count:
+            self._of_all_nodes[job_id] = count
 
     def report(self, progress: MemberProgress) -> MemberProgress:
         """Add the rows of a member's job that were not reported yet to its progress."""
@@ -345,15 +355,15 @@ class ReplacedRows:
         if name in known or len(known) >= max(ROWS_MAX, 1 + (delivery.bad_limit or 0)):
             return
         known.add(name)
-        if len(known) > ROWS_MAX:
-            return
         if len(known) <= _LISTED:
             counted.first.append(row)
         untold = self._untold.setdefault(job_id, {})
         if len(self._untold) > _JOBS_MAX:
             self._untold.popitem(last=False)
-        if len(untold) < ROWS_MAX:
+        if len(untold) < _UNTOLD_MAX:
             untold[name] = row
+        if len(known) > ROWS_MAX:
+            return
         block = (row.url, row.reason) if BY_BLOCK in row.reason else None
         if block in counted.blocks:
             return

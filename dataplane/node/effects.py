@@ -343,8 +343,8 @@ class _Delegated(Struct, eq=False):
 
 
 class Delegating:
-    """The delegated slabs of one node. `tell` passes an event to the scheduler; `made` is called
-    with each result before that.
+    """The delegated slabs of one node. `tell` passes an event to the scheduler; `checked` gets each
+    result before that, and returns it or an error.
     """
 
     def __init__(
@@ -352,9 +352,9 @@ class Delegating:
         reads: Fetchers,
         neighbours: KnownNeighbours,
         tell: Callable[[events.Event], None],
-        made: Callable[[DeliveryArena, object], None],
+        checked: Callable[[DeliveryArena, tasks.ResultBody], tasks.ResultBody],
     ) -> None:
-        self._reads, self._neighbours, self._tell, self._made = reads, neighbours, tell, made
+        self._reads, self._neighbours, self._tell, self._checked = reads, neighbours, tell, checked
         self._deliveries: dict[int, _Delegated] = {}
         self._orders: dict[int, int] = {}
         """The number of each order, by the number of its slab task."""
@@ -422,8 +422,8 @@ class Delegating:
         self, effect: events.MakeElsewhere, known: _Delegated, read: fetches.SlabRead
     ) -> None:
         del self._orders[effect.number]
-        result = _result(effect, known.delivery.column_count, read)
-        self._made(known.delivery, result)
+        made = _result(effect, known.delivery.column_count, read)
+        result = self._checked(known.delivery, made)
         started = time.monotonic() - read.took_s
         self._tell(events.SlabAssembled(effect.number, result, started, is_kept=False))
 

@@ -139,7 +139,7 @@ class Engine:
         neighbours = neighbours or KnownNeighbours()
         self.lent, self._kept = LentBlocks(neighbours, self._tell), KeptBlocks(fetcher, self._tell)
         self.replaced, self._others = ReplacedRows(trace), OtherBlocks(connect)
-        self.delegating = Delegating(fetcher.origin, neighbours, self._tell, self.replaced.note)
+        self.delegating = Delegating(fetcher.origin, neighbours, self._tell, self.replaced.checked)
         self._datasets: dict[int, Dataset] = {}
         self._reader_counts: Counter[int] = Counter()  # deliveries that read each dataset
         self._deliveries: dict[int, DeliveryArena] = {}

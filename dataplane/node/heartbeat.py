@@ -236,6 +236,7 @@ class Heartbeat:
         for verdict in answer.verdicts:
             member = by_id.get(verdict.member_id)
             if member is not None and not member.closed:  # others have left meanwhile
+                replaced.heard(member.job_id, verdict.replaced_count)
                 if not verdict.missing_dp_ranks:
                     member.gathered.set()
                 await self._heed(member, verdict)

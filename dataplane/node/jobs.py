@@ -292,6 +292,7 @@ class Jobs:
         )
         progress = self._engine.replaced.report(progress_of(member))
         self.places.leave(member.job_id, member.member_id, lost=lost, progress=progress)
+        self._engine.replaced.reported([progress])  # not again by a later launch
 
     async def rejoin(self, member: ServedMember) -> None:
         """Join again after the lease ran out."""

@@ -234,7 +234,8 @@ class HeartbeatRequest(Struct, frozen=True):
 
 class MemberVerdict(Struct, frozen=True):
     """The coordinator's verdict on one member, with the present `proposal` of other weights, and
-    the ledger `entries` of other weights that the member's node does not know.
+    the ledger `entries` of other weights that the member's node does not know. `replaced_count`:
+    how many rows all nodes together have replaced in this launch.
     """
 
     member_id: str
@@ -244,6 +245,7 @@ class MemberVerdict(Struct, frozen=True):
     proposal: MixProposal | None = None
     entries: tuple[LedgerEntry, ...] = ()
     missing_count: int = 0
+    replaced_count: int = 0
 
 
 class HeartbeatResponse(Struct, frozen=True):

@@ -381,6 +381,17 @@ def test_1_rows_that_cannot_be_decoded_are_noted_once_by_whoever_finds_them(mach
     assert json.loads(entries(machine)[-1].payload)["rows"] == last, "no more than the bound"
 
 
+def test_replaced_rows_are_counted_over_all_nodes_of_a_launch(machine):
+    machine.ask(join(0))
+    machine.ask(join(1))
+    assert machine.verdict(epoch=0, cursor=16, replaced=replaced(4, 5)).replaced_count == 2
+    other_node = machine.verdict("m1-i1", epoch=0, cursor=16, replaced=replaced(5, 6))
+    assert other_node.replaced_count == 3
+    assert machine.verdict(epoch=1, cursor=16).replaced_count == 3
+    machine.ask(join(0, incarnation="i2"))
+    assert machine.verdict("m0-i2", generation=2, epoch=0, cursor=16).replaced_count == 0
+
+
 @pytest.mark.parametrize("payload", ["[]", '{"rows":7}', '{"rows":[{"row":1}]}'])
 def test_a_damaged_entry_of_rows_does_not_keep_a_coordinator_from_starting(payload) -> None:
     entry = LedgerEntry(1, "quarantine", LedgerPosition(0, 0), payload, "n0", 0.0, "")

@@ -74,9 +74,10 @@ class Delegated:
         self.delivery = delivery
         self.delegating.open(delivery)
 
-    def _made(self, delivery: DeliveryArena, result: object) -> None:
+    def _made(self, delivery: DeliveryArena, result: tasks.ResultBody) -> tasks.ResultBody:
         assert delivery is self.delivery
         self.made.append(result)
+        return result
 
     def make(self, maker: str = "maker") -> None:
         steps, coming = lending.StepRange(4, 2), (lending.StepRange(8, 2),)

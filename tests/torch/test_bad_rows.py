@@ -5,6 +5,7 @@ run, and as docs/order.md says; each is in the job's ledger, and too many end th
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import threading
@@ -282,6 +283,23 @@ def test_too_many_bad_rows_end_the_run_with_a_list(tmp_path: Path, service: str)
             list(loader)
         for row in BAD:
             assert f"{row // SHARD}.jsonl row {row % SHARD}: " in str(caught.value)
+
+
+def test_the_limit_is_of_the_epoch_on_whichever_nodes_its_rows_are_read(
+    tmp_path: Path, service: str
+) -> None:
+    folder, name = folder_of(tmp_path, "jsonl"), f"bad-rows-too-{os.getpid()}:7078"
+    log = Path(os.environ["DATAPLANE_STATE_DIR"], "node.log")
+    options = {"shuffle": False, "on_bad": "replace", "bad_max": 5 / ROWS, "name": "both"}
+    with (
+        Service("--node", "--join", service, "--service", name, within=("env",), log=log),
+        DataLoader(folder, 12, dp_rank=0, dp_size=2, **options) as first,
+        DataLoader(folder, 12, dp_rank=1, dp_size=2, service=name, **options) as second,
+        pytest.raises(CorruptShard, match=r"6 rows .* more than the 5 that bad_max= ") as caught,
+    ):
+        # The coordinator counts the rows of both nodes meanwhile.
+        all(ids(loader) for loader in itertools.cycle((first, second)))
+    assert 1 <= str(caught.value).count(".jsonl row ") < len(BAD)
 
 
 def test_rows_that_are_repaired_count_no_more(tmp_path: Path, service: str) -> None:

@@ -229,7 +229,7 @@ class NodeReads(_message.Message):
     def __init__(self, fetchers: _Optional[int] = ..., read_bytes: _Optional[int] = ..., hedged_bytes: _Optional[int] = ..., neighbour_bytes: _Optional[int] = ..., lent_bytes: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., made_slabs: _Optional[int] = ..., made_bytes: _Optional[int] = ...) -> None: ...
 
 class MemberVerdict(_message.Message):
-    __slots__ = ("member_id", "error", "missing_dp_ranks", "missing_for_s", "proposal", "entries", "missing_count")
+    __slots__ = ("member_id", "error", "missing_dp_ranks", "missing_for_s", "proposal", "entries", "missing_count", "replaced_count")
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     MISSING_DP_RANKS_FIELD_NUMBER: _ClassVar[int]
@@ -237,6 +237,7 @@ class MemberVerdict(_message.Message):
     PROPOSAL_FIELD_NUMBER: _ClassVar[int]
     ENTRIES_FIELD_NUMBER: _ClassVar[int]
     MISSING_COUNT_FIELD_NUMBER: _ClassVar[int]
+    REPLACED_COUNT_FIELD_NUMBER: _ClassVar[int]
     member_id: str
     error: _types_pb2.Error
     missing_dp_ranks: _containers.RepeatedScalarFieldContainer[int]
@@ -244,7 +245,8 @@ class MemberVerdict(_message.Message):
     proposal: MixProposal
     entries: _containers.RepeatedCompositeFieldContainer[_types_pb2.LedgerEntry]
     missing_count: int
-    def __init__(self, member_id: _Optional[str] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., missing_dp_ranks: _Optional[_Iterable[int]] = ..., missing_for_s: _Optional[float] = ..., proposal: _Optional[_Union[MixProposal, _Mapping]] = ..., entries: _Optional[_Iterable[_Union[_types_pb2.LedgerEntry, _Mapping]]] = ..., missing_count: _Optional[int] = ...) -> None: ...
+    replaced_count: int
+    def __init__(self, member_id: _Optional[str] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., missing_dp_ranks: _Optional[_Iterable[int]] = ..., missing_for_s: _Optional[float] = ..., proposal: _Optional[_Union[MixProposal, _Mapping]] = ..., entries: _Optional[_Iterable[_Union[_types_pb2.LedgerEntry, _Mapping]]] = ..., missing_count: _Optional[int] = ..., replaced_count: _Optional[int] = ...) -> None: ...
 
 class MixProposal(_message.Message):
     __slots__ = ("request", "at", "sources", "weights")
