@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 from msgspec import Struct
 
-from dataplane.arena.memfd import Arena, populate
+from dataplane.arena.memfd import Arena
 from dataplane.formats import base, folders, registry
 from dataplane.formats.unsupported import supported_names
 from dataplane.model.errors import CorruptShard, FunctionError
@@ -284,10 +284,9 @@ def _raw_views(
             preamble = arena.view(kept.offset, kept.length).toreadonly()
         return preamble, whole[cut : cut + length], raw.preamble_number
     mapped = shards.of(raw)
-    mapping = mapped.mapping
     for piece in raw.pieces or ((raw.place,) if is_whole else ()):
-        populate(mapping, piece.offset, piece.length)
-    shard = memoryview(mapping)
+        mapped.load(piece.offset, piece.length)
+    shard = memoryview(mapped.mapping)
     return _cut(shard, raw.preamble_place), _cut(shard, raw.place), mapped.number
 
 

@@ -18,6 +18,8 @@ from dataplane.store.local import local_etag
 from dataplane.worker.columns import BlockColumns
 
 _OPEN_SHARDS_MAX = 256
+_NO_DEVICE = 0
+"""The major number of file systems that are not on a block device of this machine."""
 _numbers = itertools.count(-1, -1)
 
 
@@ -31,19 +33,29 @@ class MappedShard(Struct, frozen=True, weakref=True, eq=False):
     number: int
     """A negative number, unique to this mapping. The mapped bytes stay the same as long as the file
     is not written."""
+    is_far: bool
+    """Whether the file may be on a network file system."""
 
     def check(self) -> None:
         """Check that the file was not written since it was indexed.   Raises:
         DatasetChangedError.
         """
-        _check_etag(self.url, self.etag, self.fd)
+        _check_etag(self.url, self.etag, os.fstat(self.fd))
+
+    def load(self, offset: int, length: int) -> None:
+        """Have these bytes read, and map their pages."""
+        if self.is_far:
+            # NFS, Lustre and others read little ahead of page faults, but all that they are told.
+            start = offset // mmap.PAGESIZE * mmap.PAGESIZE
+            self.mapping.madvise(mmap.MADV_WILLNEED, start, offset + length - start)
+        populate(self.mapping, offset, length)
 
     def populate(self, columns: BlockColumns) -> None:
-        """Map the pages of only those columns of a block that lie in the file."""
+        """Load only those columns of a block that lie in the file."""
         start = np.frombuffer(self.mapping, np.uint8).ctypes.data
         for part in columns.values:
-            if start <= part.address < start + len(self.mapping):
-                populate(self.mapping, part.address - start, part.length)
+            if start <= part.address < start + len(self.mapping) and part.length:
+                self.load(part.address - start, part.length)
 
 
 class MappedShards:
@@ -74,18 +86,20 @@ def _map(path: str, raw: tasks.RawBlockRef) -> MappedShard:
     except OSError as error:
         raise ShardNotFound(f"{raw.url}: {error}", shard=raw.url) from error
     try:
-        _check_etag(raw.url, raw.etag, fd)  # includes the size: a shorter file cannot be mapped
+        status = os.fstat(fd)
+        _check_etag(raw.url, raw.etag, status)  # includes the size: a shorter file cannot be mapped
         mapping = mmap.mmap(fd, raw.shard_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
     except BaseException:
         os.close(fd)
         raise
-    shard = MappedShard(raw.url, raw.etag, fd, mapping, next(_numbers))
+    is_far = os.major(status.st_dev) == _NO_DEVICE
+    shard = MappedShard(raw.url, raw.etag, fd, mapping, next(_numbers), is_far)
     weakref.finalize(shard, os.close, fd)
     return shard
 
 
-def _check_etag(url: str, etag: str, fd: int) -> None:
-    found = local_etag(os.fstat(fd))
+def _check_etag(url: str, etag: str, status: os.stat_result) -> None:
+    found = local_etag(status)
     if found != etag:
         raise DatasetChangedError(
             f"{url} changed since it was indexed (etag {etag}, now {found}): "

@@ -120,7 +120,7 @@ def test_a_node_on_each_host_is_started_again_whether_it_or_its_actor_dies(tmp_p
 
 
 def test_ray_data_packs_the_rows_of_a_dataset_in_order(tmp_path, url):
-    assert "parts 3 rows 300" in run(tmp_path, "-c", PACK, url, str(tmp_path / "packed"))
+    assert "parts 6 rows 300" in run(tmp_path, "-c", PACK, url, str(tmp_path / "packed"))
     assert pq.read_table(tmp_path / "packed")["id"].to_pylist() == [*range(300)]
 
 

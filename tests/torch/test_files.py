@@ -5,6 +5,9 @@ from __future__ import annotations
 import base64
 import os
 import shutil
+import subprocess
+import sys
+import tempfile
 import zlib
 from collections.abc import Callable
 from itertools import islice
@@ -12,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import msgspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -415,3 +419,33 @@ def test_files_that_are_odd_but_sound_are_read(folder: Path) -> None:
         (batch,) = loader
     assert batch["__key__"][0] == "cat/00\n0.png"
     assert len(batch["image"]) == 41
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+def test_system_calls_grow_with_blocks_and_not_with_rows(form: str, tmp_path: Path) -> None:
+    """A network file system answers each of them from afar. It has no device, as /dev/shm."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="dataplane-test-") as folder:
+        for shard in range(3):
+            table = pa.table({"x": np.arange(20_000) + shard})
+            if form == "arrow":  # small batches form one block
+                with pa.ipc.new_file(f"{folder}/{shard}.arrow", table.schema) as writer:
+                    writer.write_table(table, 10_000)
+            else:
+                pq.write_table(table, f"{folder}/{shard}.parquet", row_group_size=10_000)
+        code = (
+            "import sys; from dataplane_torch import DataLoader\n"
+            "with DataLoader(sys.argv[1], 100, shuffle=True, seed=1) as loader:\n"
+            "    print(len([*loader]))"
+        )
+        trace = "trace=newfstatat,fstat,statx,openat,pread64,preadv,madvise"
+        subprocess.run(
+            ["strace", "-f", "-qq", "-y", "-e", trace, "-o", str(tmp_path / "calls"),
+             sys.executable, "-c", code, folder],
+            check=True, capture_output=True, timeout=200,
+        )  # fmt: skip
+        calls = (tmp_path / "calls").read_text().splitlines()
+    of_files = [call for call in calls if f"{folder}/" in call]
+    assert 3 < len(of_files) < 100
+    blocks = 3 if form == "arrow" else 6
+    assert sum("MADV_WILLNEED" in call for call in calls) >= blocks, "blocks are read as a whole"
