@@ -20,7 +20,15 @@ from dataplane.formats.conform import batch_of, check_rows, check_shard
 from dataplane.formats.faults import corrupt, describe, foreign_faults
 from dataplane.formats.joint_types import marked_arrays
 from dataplane.formats.npy import as_rows
-from dataplane.formats.source import BLOCK_BYTES, PROBE_BYTES, ByteSource, Inflated, Window
+from dataplane.formats.source import (
+    BLOCK_BYTES,
+    PROBE_BYTES,
+    ByteSource,
+    Inflated,
+    Memory,
+    Window,
+    holds_compressed,
+)
 from dataplane.formats.unsupported import marked
 from dataplane.model.errors import SchemaMismatch
 from dataplane.model.records import Region
@@ -328,8 +336,16 @@ def array_kinds(
     return kinds
 
 
-def apart(places: NDArray[np.uint32]) -> list[int]:
-    """Return where samples begin in their block, and its end."""
+def samples_apart(block: RawBlock, name: str, least: int = 1) -> list[int] | None:
+    """Return where the samples of a block begin in its bytes, and its end; None if they are
+    compressed, or some are empty.
+    """
+    if holds_compressed(block):
+        return None
+    offsets = offsets_in(block.url, Memory(block.url, block.preamble, 0), None, name, least)
+    places = samples_of(offsets, block, compressed=False)
+    if not is_ascending(places, 1):
+        return None
     starts: list[int] = (places.astype(np.int64) - int(places[0])).tolist()
     return starts
 

@@ -34,7 +34,6 @@ from dataplane.formats.cells import (
     NUMBER_BYTES,
     Arrays,
     Cells,
-    apart,
     array_kinds,
     blocks_of,
     cells_of,
@@ -45,6 +44,7 @@ from dataplane.formats.cells import (
     offsets_in,
     refuse_mixed,
     runs_in,
+    samples_apart,
     samples_of,
     schema_of,
     source_of,
@@ -251,15 +251,9 @@ class LitData:
         return decoded_batch(self._values, cells, block, schema, columns)
 
     def rows_apart(self, block: RawBlock) -> Sequence[int] | None:
-        """Return where the samples of a block begin in its bytes, and its end; None if they are
-        compressed, or some are empty.
-        """
-        if holds_compressed(block) or block.preamble[:8] == _FRAMED:
-            return None
-        header = Memory(block.url, block.preamble, 0)
-        offsets = offsets_in(block.url, header, None, _WHAT, self._least)
-        places = samples_of(offsets, block, compressed=False)
-        return apart(places) if is_ascending(places, 1) else None
+        """Return where the samples of a block begin; None also if they are in frames."""
+        is_framed = block.preamble[:8] == _FRAMED
+        return None if is_framed else samples_apart(block, _WHAT, self._least)
 
 
 class _Value(NamedTuple):

@@ -31,7 +31,6 @@ from dataplane.formats.cells import (
     NUMBER_BYTES,
     Arrays,
     Cells,
-    apart,
     array_kinds,
     blocks_of,
     cells_of,
@@ -41,6 +40,7 @@ from dataplane.formats.cells import (
     offsets_in,
     refuse_mixed,
     runs_in,
+    samples_apart,
     samples_of,
     schema_of,
     source_of,
@@ -136,13 +136,8 @@ class Mds:
         return decoded_batch(stored, cells, block, schema, columns)
 
     def rows_apart(self, block: RawBlock) -> Sequence[int] | None:
-        """Return where the samples of a block begin in its bytes, and its end; None if they are
-        compressed.
-        """
-        if holds_compressed(block):
-            return None
-        offsets = offsets_in(block.url, Memory(block.url, block.preamble, 0), None, _WHAT)
-        return apart(samples_of(offsets, block, compressed=False))
+        """Return where the samples of a block begin; see `samples_apart`."""
+        return samples_apart(block, _WHAT)
 
 
 class _Column(Struct, frozen=True):
