@@ -153,9 +153,16 @@ def lasting_forks() -> list[Fork]:
     return lasting
 
 
+def _newest() -> int | None:
+    """Return the number of the newest object that lives."""
+    while True:
+        with contextlib.suppress(RuntimeError):  # another thread has changed the dict meanwhile
+            return next(reversed(_alive), None)
+
+
 def _before_fork() -> None:
     _forking.acquire()
-    lasting, newest = lasting_forks(), next(reversed(_alive), None)
+    lasting, newest = lasting_forks(), _newest()
     if newest is None:
         return
     if lasting and newest < lasting[-1].limit and lasting[-1].begin():

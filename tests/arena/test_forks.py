@@ -59,6 +59,25 @@ def test_a_child_whose_end_cannot_be_observed_never_counts_as_ended(
     forks._forks.remove(fork)
 
 
+class Shared(dict):
+    """The numbers of objects, of which another thread makes one while this one reads the newest."""
+
+    def __reversed__(self):
+        newest = super().__reversed__()
+        self.setdefault(-1)
+        return newest
+
+
+def test_an_object_that_another_thread_makes_during_a_fork_disturbs_nothing(monkeypatch):
+    number = forks.born()
+    monkeypatch.setattr(forks, "_alive", Shared(forks._alive))
+    with forking(lambda: 0) as child:
+        (fork,) = forks.died(number)
+        assert not fork.is_over()
+        assert child.ask() == 0
+    assert fork.is_over()
+
+
 def test_a_forked_child_can_fork_again():
     inherited = forks.born()
 
