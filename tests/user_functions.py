@@ -110,13 +110,6 @@ def refuses(columns: dict[str, Any]) -> dict[str, Any]:
     raise ValueError(f"never {len(columns)}")
 
 
-def escapes_late(columns: Columns) -> Columns:
-    """Raises what no worker catches, in each block that has row 100."""
-    if 100 in columns["row"].to_pylist():
-        raise KeyboardInterrupt
-    return columns
-
-
 def ends_late(columns: Columns) -> Columns:
     """Ends its process in each block that has row 100."""
     if 100 in columns["row"].to_pylist():
@@ -149,27 +142,6 @@ def padded(batch: dict[str, Any]) -> dict[str, Any]:
         ids[at, : len(text)] = [ord(letter) for letter in text]
     total = int(batch["row"].sum())
     return {"ids": ids, "row": batch["row"], "total": total, "cube": ids[None, :2, :, None] + 0.5}
-
-
-def ends_of_lists(batch: dict[str, Any]) -> dict[str, Any]:
-    """Lists side by side, in one row, and where each of them ends."""
-    lists = [np.asarray(values) for values in batch["ids"]]
-    return {"values": np.concatenate(lists), "ends": np.cumsum([len(each) for each in lists])}
-
-
-def all_kinds(batch: dict[str, Any]) -> dict[str, Any]:
-    """Of each column its values, as far as they are numbers, and how it came."""
-    pairs = [dict(pairs).get("a", 0) for pairs in batch["pairs"]]
-    return {
-        "row": batch["row"],
-        "vector": batch["vector"],
-        "list": batch["list"],
-        "list.length": batch["list.length"],
-        "text": [-1 if one is None else len(one) for one in batch["text"]],
-        "raw": [len(one) for one in batch["raw"]],
-        "pairs": pairs,
-        "flag": batch["flag"],
-    }
 
 
 def noisy_batch(batch: dict[str, Any], generator: np.random.Generator) -> dict[str, Any]:
@@ -230,47 +202,10 @@ def fails_at_a_row(batch: dict[str, Any]) -> dict[str, Any]:
     return {"row": batch["row"]}
 
 
-def ends_at_a_row(batch: dict[str, Any]) -> dict[str, Any]:
-    """Ends its process for the batch that has row 100."""
-    if 100 in batch["row"]:
-        os.kill(os.getpid(), 11)
-    return {"row": batch["row"]}
-
-
-def changes_its_type(batch: dict[str, Any]) -> dict[str, Any]:
-    """Another type from row 128 on."""
-    return {"row": batch["row"].astype(np.float32 if 128 in batch["row"] else np.float64)}
-
-
-class CountedBatches:
-    """An object that is expensive to make: it counts how often that was done, in a file that the
-    environment names.
-    """
-
-    def __init__(self) -> None:
-        with Path(os.environ["COUNTED"]).open("a", encoding="utf-8") as file:
-            file.write(f"{os.getpid()}\n")
-
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The rows that it got."""
-        return {"row": batch["row"]}
-
-
 def shape_and_sum(batch: dict[str, Any]) -> dict[str, Any]:
     """The shape of a batch's tokens, and what they add up to."""
     tokens = batch["tokens"]
     return {"shape": np.array(tokens.shape), "sum": tokens.sum()}
-
-
-def sees_secrets(columns: Columns) -> dict[str, Any]:
-    """How often it finds the word that is secret: in its variables, and in what the kernel shows
-    of its own and its parent's.
-    """
-    files = [Path(f"/proc/{process}/environ") for process in ("self", os.getppid())]
-    places = [str(dict(os.environ)), *(file.read_text() for file in files)]
-    assert all("DATAPLANE_" in place for place in places)
-    found = sum("hush" in place for place in places)
-    return {"row": columns["row"], "found": [found] * len(columns["row"])}
 
 
 def hangs_later(columns: dict[str, Any]) -> dict[str, Any]:

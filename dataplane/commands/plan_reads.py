@@ -32,7 +32,7 @@ _OPEN_BLOCKS_MAX = 1 << 18
 # Copies of other nodes' blocks that are read ahead take at most this part of the memory.
 _AHEAD_PARTS = 3
 # Measured (2026-11): memory and descriptors of a node's process, descriptors of its lender, and a
-# coordinator with 1,000 nodes of ten ranks each (tests/many_nodes.py) beside an empty one.
+# coordinator with 1,000 nodes of ten ranks each beside an empty one.
 _NODE_BYTES, _NODE_FILES, _LENDER_FILES, _FILES_EACH = 100_000_000, 24, 7, 2
 _COORDINATOR_BYTES, _COORDINATOR_FILES = 62_000_000, 24
 _MEMBER_BYTES, _MEMBER_PROCESSORS, _RANKS_MEASURED = 14_000, 0.6 / 10_000, 10

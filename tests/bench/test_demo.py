@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -214,15 +213,6 @@ def test_planned_ids_count_the_rows_of_the_dataset():
 
 
 # -- what it is made of --------------------------------------------------------------------------
-
-
-def test_samples_are_the_text_of_the_library_one_after_the_other():
-    text = corpus(50)
-    assert text.tokens.shape == (50, ROW_TOKENS)
-    assert np.array_equal(text.tokens[:-1, -1], text.tokens[1:, 0])
-    joined = bytes(text.tokens[:, :-1].astype(np.uint8).reshape(-1))
-    first = Path(os.__file__).with_name("__future__.py").read_bytes()
-    assert joined.startswith(first)
 
 
 def test_shards_hold_every_sample_once_in_several_row_groups():

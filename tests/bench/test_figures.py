@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import json
 import math
 import statistics
 
@@ -12,10 +11,10 @@ import bench_report
 import pytest
 from dataplane_bench.model import BenchCase, Mode, StorageKind
 from dataplane_bench.report import results
-from dataplane_bench.report.compare import Pair, compare, gist, show
-from dataplane_bench.report.figures import Spread, Standing, case_figures, known, ratio_of, spread
+from dataplane_bench.report.compare import compare, gist, show
+from dataplane_bench.report.figures import Spread, Standing, case_figures, known, ratio_of
 from dataplane_bench.report.results import CaseResult, HardwareBound, Tried
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -100,12 +99,6 @@ def test_a_system_that_failed_in_a_later_round_has_no_figures():
     assert found["torch"].standing is Standing.FAILED
 
 
-def test_a_system_without_a_completed_round_is_listed_as_such():
-    _, found = of(bench_report.system("torch"))
-    assert found["torch"].standing is Standing.NOT_MEASURED
-    assert found["torch"].reason
-
-
 def test_rounds_are_paired_by_their_number_and_not_by_their_place():
     ours = bench_report.system("dataplane", (10.0, 20.0, 30.0))
     late = bench_report.system("torch", (None, 10.0, 10.0))
@@ -113,15 +106,6 @@ def test_rounds_are_paired_by_their_number_and_not_by_their_place():
     _, found = of(ours, late, bounds=bounds)
     assert found["torch"].ratio.values == (2.0, 3.0)
     assert found["torch"].of_bound == pytest.approx(0.1)
-
-
-def test_trials_without_a_round_are_paired_by_their_place():
-    first, second = (
-        bench_report.system(name, trials=tuple({"samples_per_s": rate} for rate in rates))
-        for name, rates in (("dataplane", (4.0, 9.0)), ("torch", (2.0, 3.0)))
-    )
-    _, found = of(first, second)
-    assert found["torch"].ratio.values == (2.0, 3.0)
 
 
 def test_starts_are_compared_by_their_seconds():
@@ -145,12 +129,6 @@ def test_a_round_far_from_the_median_is_noisy():
 def test_the_headroom_of_the_harness_is_of_the_fastest_system():
     case, _ = only(bench_report.small())
     assert case.harness_headroom == pytest.approx(5000 / 900)
-
-
-def test_there_is_no_headroom_where_a_trainer_computes():
-    systems = (bench_report.system("dataplane", (1.0,)), bench_report.system("noop", (1.0,)))
-    case, _ = of(*systems, step_ms=5.0)
-    assert case.harness_headroom is None
 
 
 def test_the_trial_that_is_drawn_is_of_the_median_round():
@@ -180,17 +158,6 @@ def test_a_ratio_lies_between_the_extremes_and_turns_with_its_sides(ours, theirs
     assert ratio.median <= max(ours) / min(theirs) * (1 + 1e-9)
     assert ratio.low == pytest.approx(1 / turned.high)
     assert ratio_of(mine, mine, case).median == 1
-
-
-@given(rates)
-def test_a_spread_holds_its_rounds(values):
-    found = spread(values)
-    assert found.low <= found.median <= found.high
-    if len(values) > 1:
-        reach = found.relative * found.median * (1 + 1e-9) + 1e-9
-        assert all(abs(value - found.median) <= reach for value in values)
-    else:
-        assert found.relative is None
 
 
 @pytest.mark.parametrize(
@@ -233,15 +200,6 @@ cases = st.builds(
         st.builds(HardwareBound, names, st.lists(st.floats(0, 1e9)).map(tuple)), max_size=2
     ).map(tuple),
 )
-
-
-@settings(max_examples=30)
-@given(st.lists(cases, max_size=3), mappings)
-def test_any_report_is_the_same_after_being_written_and_read(found, machine):
-    report = bench_report.report(bench_report.scenario(*found), machine=machine)
-    again = results.from_json(json.loads(results.to_json(report)), "it")
-    assert again == report
-    assert len(case_figures(again)) == len(found)
 
 
 def test_what_json_cannot_say_is_unknown_after_reading(tmp_path):
@@ -331,12 +289,6 @@ def test_speeds_and_ratios_are_compared():
     assert torch.speed.change == 1
     assert torch.ratio.change == pytest.approx(2)
     assert torch.marks == ("ratio up",)
-
-
-def test_a_slower_machine_changes_speeds_and_no_ratios():
-    found = changes(compared((100.0, 110.0), (50.0, 55.0)), compared((10.0, 11.0), (5.0, 5.5)))
-    assert [one.marks for one in found.values()] == [("slower",), ("slower",)]
-    assert found["torch DataLoader"].ratio.change == pytest.approx(1)
 
 
 def test_differences_within_the_spread_of_rounds_are_not_changes():
@@ -456,31 +408,10 @@ def test_the_summary_says_how_far_ratios_moved():
     assert second.endswith("(tokens · local, torch DataLoader).")
 
 
-@pytest.mark.parametrize("width", [80, 120])
-def test_no_line_is_longer_than_the_terminal(width):
-    text = printed(bench_report.full(1), bench_report.full(2), width)
-    assert max(map(len, text.splitlines())) <= width
+def test_no_line_is_longer_than_the_terminal():
+    text = printed(bench_report.full(1), bench_report.full(2))
+    assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
-
-
-rounds = st.lists(st.floats(0.01, 1e6), min_size=2, max_size=5)
-
-
-@given(rounds, rounds)
-def test_a_change_beyond_the_spreads_turns_with_its_sides(old, new):
-    there, back = (
-        Pair(spread(first), spread(second)) for first, second in ((old, new), (new, old))
-    )
-    assert there.is_beyond == back.is_beyond
-    assert there.change * back.change == pytest.approx(1)
-    if there.is_beyond:
-        assert there.change != 1
-
-
-def test_changes_of_unknown_values_are_not_reported():
-    assert Pair(None, Spread((1.0, 1.0))).change is None
-    assert not Pair(Spread((1.0, 1.0)), None).is_beyond
-    assert Pair(Spread((0.0, 0.0)), Spread((1.0, 1.0))).change is None
 
 
 @given(bench_report.damaged())

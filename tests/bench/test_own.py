@@ -158,16 +158,6 @@ def test_invalid_images_are_left_out(data_dir, tmp_path, name):
 # --- which shards -----------------------------------------------------------------------------
 
 
-def test_the_copies_are_the_shards_as_they_are(tmp_path):
-    folder = write(tmp_path / "shards")
-    workload, _ = own([folder], tmp_path / "own")
-    originals = sorted((tmp_path / "shards").iterdir())
-    assert len(workload.urls) == len(originals)
-    for copy, original in zip(workload.urls, originals, strict=True):
-        assert Path(copy).read_bytes() == original.read_bytes()
-    assert index_dataset(workload.urls).sample_count == workload.sample_count
-
-
 def test_whole_shards_are_taken_up_to_the_limit_and_one_at_least(tmp_path):
     folder = write(tmp_path / "shards")
     size = sum(path.stat().st_size for path in (tmp_path / "shards").iterdir()) // 4
@@ -408,28 +398,6 @@ def test_a_column_from_another_sample_is_detected(rows, draw):
     assert digest(batch_of(moved)) != digest(batch_of(rows))
 
 
-@given(
-    left=st.lists(st.integers(-100, 100), min_size=1, max_size=8),
-    right=st.lists(st.integers(-100, 100), min_size=1, max_size=8),
-)
-def test_swapped_columns_are_seen(left, right):
-    assume(len(left) == len(right))
-    assume(sorted(zip(left, right, strict=True)) != sorted(zip(right, left, strict=True)))
-    columns = (
-        WorkloadColumn("a", ColumnType.FIXED, "int64"),
-        WorkloadColumn("b", ColumnType.FIXED, "int64"),
-    )
-    a, b = torch.tensor(left), torch.tensor(right)
-    of = workload(columns)
-    assert digest({"a": a, "b": b}, of=of) != digest({"a": b, "b": a}, of=of)
-
-
-@given(rows=samples)
-def test_only_the_chosen_columns_matter(rows):
-    batch = batch_of(rows)
-    assert digest({**batch, "more": torch.zeros(3)}) == digest(batch)
-
-
 def changed(**columns):
     rows = [
         {"id": 1, "weight": 0.5, "pair": (1, 2, 3), "tokens": (1, 2), "text": "a"},
@@ -469,18 +437,6 @@ def test_a_batch_has_at_most_as_many_samples_as_requested():
         check(changed(), workload(batch_size=1))
     with pytest.raises(BatchRefused, match="0 samples"):
         check(batch_of([]), workload())
-
-
-def test_an_empty_batch_adds_nothing():
-    assert digest(batch_of([]), changed()) == digest(changed())
-
-
-def test_bytes_and_samples_are_counted():
-    total = Sum(workload())
-    total.add(changed())
-    total.add(changed())
-    assert total.sample_count == 4
-    assert total.byte_count == 2 * 2 * (8 + 4 + 6 + 8 + 1)
 
 
 def crops(labels, dtype=np.uint8, side=CROP):

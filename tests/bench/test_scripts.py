@@ -76,18 +76,6 @@ def test_a_script_measures_and_says_which_bars_are_met() -> None:
     assert rows["seek, slowest"]["missed"]
 
 
-def test_a_script_prints_a_table_and_its_help() -> None:
-    command = [sys.executable, SCRIPTS / "plans.py"]
-    done = subprocess.run(
-        [*command, "scale", *SMALL, *EASY, "--seek-ms-max", "0"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert "ms  bar 0: MISSED" in done.stdout
-    told = subprocess.run([*command, "--help"], capture_output=True, text=True, check=True).stdout
-    assert "How much sequence packs waste" in told
-
-
 def test_the_plan_of_a_mixture_is_measured(script) -> None:
     easy = {"plan_s_max": 1e9, "plan_mb_max": 1e9, "seek_ms_max": 1e9}
     rows = {
@@ -136,18 +124,13 @@ def test_both_loaders_pass_over_a_dataset(script) -> None:
     assert datasets.used_bytes(os.getpid()) > 1 << 20
 
 
-def test_blocks_move_between_two_processes() -> None:
-    rows, _ = run("nodes", "lines", "--mib", "16", "--rounds", "1")
-    (moved,) = rows.values()
-    assert moved["values"]["GB/s"] > 0
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_device_nothing_is_copied_and_the_script_says_so(script) -> None:
     with pytest.raises(SystemExit, match="there is no CUDA device"):
         next(script("device").copies())
 
 
+@pytest.mark.slow
 def test_a_quick_run_has_a_row_for_each_number_of_workers_and_says_what_it_lacks(
     script, tmp_path, warm_torch, monkeypatch
 ) -> None:

@@ -20,11 +20,9 @@ from dataplane_bench.model import (
     ColumnType,
     DatasetPlace,
     Mode,
-    StorageKind,
     TrialTask,
     Workload,
     WorkloadColumn,
-    from_plain,
     json_line,
 )
 from dataplane_bench.peers.base import SYSTEMS, adapter, folder_of
@@ -378,19 +376,6 @@ def test_nothing_outlives_the_harness(workload, tmp_path, number, does):
         assert said.rstrip().endswith("KeyboardInterrupt")
         assert not list(tmp_path.glob("trial-*"))
     assert psutil.wait_procs(family, timeout=60)[1] == []
-
-
-def test_a_task_goes_over_the_wire_and_back(tmp_path, workload):
-    own = dataclasses.replace(workload, urls=tuple(f"s3://bucket/{i:0200d}" for i in range(2000)))
-    task = TrialTask(
-        *(
-            "dataplane",
-            BenchCase("try", "mine", Mode.RESUME, StorageKind.S3, 2, 3, served=True, cold=True),
-        ),
-        *(own, DatasetPlace(tmp_path, "url", "http://x", "a", "b"), {"a": 1}, tmp_path, "token"),
-        *(1, 2, 3, "service"),
-    )
-    assert from_plain(TrialTask, json.loads(json_line(task))) == task
 
 
 def test_a_loader_of_a_user_is_found_by_module_and_class(tmp_path, monkeypatch):

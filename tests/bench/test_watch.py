@@ -107,15 +107,6 @@ def test_cpu_of_a_tree_is_what_its_processes_used_ended_or_not():
         assert watch.cpu_s([process.pid]) == pytest.approx(truth, abs=8 * TICK_S)
 
 
-def test_cpu_of_several_trees_is_their_sum():
-    program = BURN + "burn(float(sys.argv[1])); said(time.process_time()); sys.stdin.read()"
-    with running(program, 0.1) as (first, hear), running(program, 0.2) as (second, hear_second):
-        truth = hear() + hear_second()
-        found = watch.cpu_s([first.pid, second.pid])
-        assert found == pytest.approx(truth, abs=6 * TICK_S)
-        assert watch.cpu_s([first.pid, second.pid, first.pid]) == pytest.approx(found, abs=TICK_S)
-
-
 def test_a_process_that_is_not_there_costs_nothing():
     with running("") as (process, _):
         pass
@@ -248,27 +239,11 @@ def test_the_watch_takes_samples_of_all_that_it_watches_until_it_is_closed():
     assert min(b - a for a, b in itertools.pairwise(moments)) >= watch.SAMPLE_S - 0.01
 
 
-def test_what_takes_long_to_look_at_is_looked_at_less_often():
-    looking = Looking(2, takes_s=0.05)
-    watching = watch.MemoryWatch(looking)
-    watching.watch(1)
-    assert looking.over.wait(30)
-    watching.close()
-    first, second = (at for at, _, _ in watching.seen[:2])
-    assert second - first >= 20 * 0.05 - 0.01
-
-
 def test_a_watch_without_processes_can_be_closed():
     watch.MemoryWatch().close()
 
 
 SPIN = "import time; end = time.process_time() + 0.3\nwhile time.process_time() < end: pass"
-
-
-def test_the_load_of_others_excludes_our_own():
-    before = CpuSample(total_s=100.0, busy_s=20.0, steal_s=1.0, own_s=5.0)
-    after = CpuSample(total_s=120.0, busy_s=36.0, steal_s=2.0, own_s=15.0)
-    assert load_between(before, after) == {"others": 0.3, "steal": 0.05}
 
 
 @pytest.mark.parametrize("own_s", [10.0, 20.0])
@@ -320,7 +295,6 @@ def test_what_is_started_while_confined_stays_there_and_nothing_else_is():
 
 SMALL = 0.001
 SHORT_S = 0.02
-CORES = len(os.sched_getaffinity(0))
 
 
 @pytest.fixture(scope="module")
@@ -347,24 +321,6 @@ def test_every_bound_of_a_workload_is_measured_and_can_be(name, root):
     limits = bounds.bound_of(workload, StorageKind.LOCAL, found)
     assert limits == sorted(limits, key=lambda one: one[1])
     assert all(math.isfinite(limit) and limit > 0 for _, limit in limits)
-
-
-def test_rates_become_samples(root):
-    tokens = generated("tokens", root, SMALL)
-    found = {"gather_gb_per_s": 8.2, "memcpy_gb_per_s": 1.0}
-    assert bounds.bound_of(tokens, StorageKind.LOCAL, found) == [
-        ("gather, one core", pytest.approx(8.2e9 / (8 + 4 * 2048)))
-    ]
-    images = generated("images", root, SMALL)
-    assert bounds.bound_of(
-        images, StorageKind.LOCAL, {"jpeg_decode_resize_per_s": 100.0, "jpeg_decode_per_s": 120.0}
-    ) == [(f"JPEG decode and resize x {CORES} cores", 100.0 * CORES)]
-    table = generated("tabular", root, SMALL)
-    (limit,) = bounds.bound_of(table, StorageKind.LOCAL, {"table_gather_gb_per_s": 1.0})
-    assert limit == (
-        "gather of whole rows, one core",
-        pytest.approx(1e9 / (29 * 4 + 6 * 4 + 5 * 8)),
-    )
 
 
 def test_what_the_server_delivers_bounds_what_is_read_from_it(root):

@@ -24,7 +24,6 @@ SPEC = JobSpec(
     small().fingerprint, seed=7, shuffle=True, lanes=4, window=16, global_batch=8, end=End.DROP,
     column_options=ColumnOptions(("id", "text"), fill_null=(("id", 0.0),)),
 )  # fmt: skip
-UNSHUFFLED = replace(SPEC, shuffle=False, lanes=1, window=1)
 IMAGE = ImageSpec("jpg", 224, 224, Cut.RANDOM, scale=(0.08, 1.0), ratio=(0.75, 4 / 3), flip=0.5)
 
 

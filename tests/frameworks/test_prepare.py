@@ -13,14 +13,6 @@ from dataplane_torch.accelerate import prepare
 from dataplane.model.errors import ConfigError
 
 
-@pytest.fixture(scope="module")
-def lightnings_arguments():
-    """Lightning takes five seconds to import: not whenever tests are collected."""
-    from lightning.pytorch.utilities.data import _get_dataloader_init_args_and_kwargs
-
-    return _get_dataloader_init_args_and_kwargs
-
-
 @pytest.fixture
 def accelerator():
     yield Accelerator(cpu=True)
@@ -43,12 +35,10 @@ def test_it_is_prepared_once_and_a_loader_of_torchs_becomes_ours(accelerator) ->
         assert sorted(one for batch in prepared for one in batch.tolist()) == [0, 1, 2, 3]
 
 
-def test_the_device_that_batches_come_on_is_kept(accelerator, lightnings_arguments) -> None:
+def test_the_device_that_batches_come_on_is_kept(accelerator) -> None:
     loader = DataLoader(range(4), 2, device="cpu", snapshot_every_n_steps=3)
     kept = prepare(accelerator, loader).base_dataloader
     assert (kept.device, kept.snapshot_every_n_steps) == ("cpu", 3)
-    arguments = lightnings_arguments(loader, loader.sampler)[1]
-    assert arguments["device"] == "cpu"  # how Lightning makes a loader again
 
 
 def test_one_process_that_reads_for_all_is_refused(accelerator) -> None:

@@ -107,23 +107,6 @@ def test_weights_set_in_the_loop_are_those_of_a_schedule(folder: Path) -> None:
             assert saved(loader)["digest"] == state["digest"]
 
 
-def test_global_batches_are_the_same_for_every_number_of_ranks(folder: Path) -> None:
-    make = lambda: mixed(folder, schedule=[(30, THIRD)])  # noqa: E731
-    with DataLoader(make(), **OPTIONS) as loader:
-        expected = changed_at(loader, 10, SECOND)
-    for size in (2, 3):
-        with ExitStack() as stack:
-            loaders: list[Any] = [
-                stack.enter_context(
-                    DataLoader(
-                        make(), name=f"ranks-{os.getpid()}", dp_rank=rank, dp_size=size, **OPTIONS
-                    )
-                )
-                for rank in range(size)
-            ]
-            assert joined([changed_at(loader, 10, SECOND) for loader in loaders]) == expected
-
-
 def test_a_run_goes_on_across_changes_on_another_number_of_ranks(folder: Path) -> None:
     with DataLoader(mixed(folder), **OPTIONS) as loader:
         whole: Rows = []
@@ -197,22 +180,6 @@ def test_a_resumed_run_keeps_weights_that_were_set(folder: Path) -> None:
         assert counts_of(rows_of(loader))[1] == pytest.approx(0.6 * 5760, abs=10)
         loader.load_state_dict({})
         assert counts_of(rows_of(loader))[1] == pytest.approx(0.2 * 5760, abs=10)
-
-
-def test_the_weights_in_force_change_nothing(folder: Path) -> None:
-    with DataLoader(mixed(folder), **OPTIONS) as loader:
-        expected, state = rows_of(loader), saved(loader)
-    with DataLoader(mixed(folder), **OPTIONS) as loader:
-        assert changed_at(loader, 7, {"math": 1, "web": 7, "code": 2}) == expected
-        assert saved(loader) == state
-    with DataLoader(mixed(folder), **OPTIONS) as loader:
-        found: Rows = []
-        for batch in loader:
-            found.append(batch["id"].tolist())
-            if len(found) in (7, 9):
-                loader.set_weights(SECOND if len(found) == 7 else FIRST)
-        assert found == expected
-        assert saved(loader) == state
 
 
 def test_an_epoch_may_become_longer_or_shorter(folder: Path) -> None:

@@ -116,21 +116,6 @@ def test_a_last_step_of_fewer_rows_than_ranks_joins_the_step_before(folder) -> N
     assert joined == [one for step in whole for one in step]
 
 
-def test_global_batches_are_the_same_for_every_number_of_ranks(folder) -> None:
-    found = []
-    for size in (1, 3, 4):
-        with ExitStack() as stack:
-            loaders = [
-                stack.enter_context(
-                    DataLoader(mixed(folder), name="job", dp_rank=rank, dp_size=size, **SHUFFLED)
-                )
-                for rank in range(size)
-            ]
-            short = [[*loader][:-1] for loader in loaders]  # the last step is ragged
-            found.append(steps_of(short))
-    assert all(each == found[0] for each in found)
-
-
 @pytest.mark.parametrize(
     ("shuffle", "within", "beyond"), [(True, (0, 1, 5), (0, 3)), (False, (1,), (0,))]
 )
@@ -164,15 +149,6 @@ def test_a_run_goes_on_anywhere_on_another_number_of_ranks(folder, shuffle, with
         assert rest == whole[stop:end]
 
 
-def test_an_epoch_goes_on_where_the_one_before_ended(folder) -> None:
-    with DataLoader(mixed(folder), **SHUFFLED) as loader:
-        ids = torch.cat([batch["id"] for _ in range(3) for batch in loader])
-    assert ids[ids >= 20_000].bincount()[20_000:].tolist() == [3] * 40
-    web = ids[ids < 10_000].bincount(minlength=400)
-    assert web.sum() > 800  # two passes, and a part of the third
-    assert web.unique().tolist() == [2, 3]
-
-
 def test_sources_are_used_up_or_read_again_as_asked(folder) -> None:
     every = sum(COUNTS.values())
     with DataLoader(mixed(folder, exhausted="renormalise"), **SHUFFLED) as loader:
@@ -187,16 +163,6 @@ def test_sources_are_used_up_or_read_again_as_asked(folder) -> None:
         ids = torch.cat([batch["id"] for batch in loader])
     assert len(ids) == 1000
     assert (ids >= 20_000).sum() > 2 * COUNTS["math"]
-
-
-def test_each_batch_is_of_one_source(folder) -> None:
-    mixture = mixed(folder, unit="batch", exhausted="cycle", length=30)
-    with DataLoader(mixture, **SHUFFLED) as loader:
-        assert len(loader) == 30
-        sources = [(batch["id"] // 10_000).unique().tolist() for batch in loader]
-    assert all(len(each) == 1 for each in sources)
-    counts = np.bincount([each[0] for each in sources], minlength=3)
-    assert np.abs(counts - [21, 6, 3]).max() < 3.4
 
 
 def test_shares_may_follow_from_sizes_passes_and_lengths(folder) -> None:
@@ -371,15 +337,6 @@ def test_options_of_mixtures_that_are_none_are_refused(options: Any) -> None:
 )
 def test_a_length_may_be_a_number_of_tokens_in_words(length: Any, count: int) -> None:
     assert Mixture({"a": Source("x", weight=1)}, unit="tokens", length=length).length == count
-
-
-def test_one_dataset_may_have_a_number_of_tokens(tmp_path, shared_node) -> None:
-    written(tmp_path, "web", 40, 0, tokens=[1] * 16)
-    one = {"web": Source(tmp_path / "web", weight=1)}
-    mixture = Mixture(one, unit="tokens", length="1K tokens", exhausted="cycle")
-    with DataLoader(mixture, 4, True, pack=Pack("tokens", 16)) as loader:
-        assert len(loader) == 16
-        assert sum(len(batch["tokens"]) for batch in loader) == 1000 // 16
 
 
 def test_numbers_of_numpy_are_weights() -> None:

@@ -123,16 +123,6 @@ def test_packs_are_those_of_the_specification(tmp_path: Path) -> None:
         assert sorted(found) == sorted(expected)
 
 
-def test_documents_share_packs_with_others_in_each_epoch(tmp_path: Path) -> None:
-    url = written(tmp_path / "d", documents(200))
-    with DataLoader(url, 4, True, pack=Pack("tokens", SIZE)) as loader:
-        first, second = (
-            set(map(tuple, torch.cat([b["tokens"] for b in loader]).tolist())) for _ in range(2)
-        )
-    assert len(first) == len(second)
-    assert len(first & second) < len(first) // 2
-
-
 @pytest.mark.parametrize("policy", ["best_fit", "wrap"])
 def test_global_batches_of_packs_are_the_same_for_any_number_of_ranks(
     tmp_path: Path, policy: str
@@ -305,18 +295,6 @@ def test_batches_of_one_source_each_have_balanced_packs(tmp_path: Path) -> None:
     plain = {**asked, "balance": None}
     with DataLoader(mixture, pack=pack, **plain) as loader, pytest.raises(SpecMismatch):
         loader.load_state_dict(state)
-
-
-def test_tokens_that_a_map_makes_are_packed(tmp_path: Path) -> None:
-    texts = ["é" * (number % 9) for number in range(200)]
-    table = pa.table({"row": range(200), "txt": texts})
-    (tmp_path / "a.parquet").write_bytes(parquet_bytes(table, row_group_size=50))
-    pack = Pack("ids", 16, outputs=["document_ids"])
-    with DataLoader(tmp_path, 4, True, map="user_functions:letters", pack=pack) as loader:
-        batches = list(loader)
-        assert len(batches) == len(loader)
-    ids = torch.cat([batch["ids"] for batch in batches])
-    assert (ids == ord("é")).sum() == sum(map(len, texts))
 
 
 @pytest.mark.usefixtures("own_node")
