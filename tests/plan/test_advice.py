@@ -514,7 +514,7 @@ def measured(rows, shuffle, draws, epoch, seeds=6):
     return np.mean(found) / full
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     st.integers(1, 300), st.integers(1, 400), st.sampled_from([1, 2, 4, 8, 16]),
     st.floats(0.02, 8), st.sampled_from([16, 64, 256, 2000]), st.integers(0, 3),

@@ -64,13 +64,6 @@ def test_the_node_is_there_before_the_loader_is_used(url: str) -> None:
         assert own_nodes() == [node]
 
 
-def test_loaders_of_one_process_begin_one_node_whichever_is_used_first(url: str) -> None:
-    with DataLoader(url, batch_size=4) as first, DataLoader(url, batch_size=3) as second:
-        node = the_node()
-        assert numbers(second) == numbers(first) == list(range(30))
-        assert own_nodes() == [node]
-
-
 @pytest.mark.parametrize("ends", ["close", "collected"])
 def test_a_loader_that_is_never_used_leaves_nothing(url: str, ends: str) -> None:
     loader = DataLoader(url, batch_size=4)
@@ -120,14 +113,6 @@ def test_a_misspelt_local_path_is_an_error_when_the_loader_is_made(url: str) -> 
     with pytest.raises(ShardNotFound, match=r"did you mean '2\.arrow'"):
         DataLoader(f"{url}9.arrow")
     DataLoader(near, service="127.0.0.1:1").close()  # that one may have other folders
-
-
-def test_a_mistake_in_the_dataset_is_told_when_the_loader_is_used(url: str) -> None:
-    with (
-        DataLoader(f"{url}none*", batch_size=4) as loader,
-        pytest.raises(ShardNotFound, match="none"),
-    ):
-        next(iter(loader))
 
 
 def test_arguments_are_checked_before_a_node_is_started(url: str) -> None:

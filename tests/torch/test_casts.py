@@ -370,17 +370,6 @@ def test_a_value_for_each_column_may_be_nan_and_true(tmp_path: Path) -> None:
     assert not batch["tokens"][beyond].any()
 
 
-def test_a_state_of_other_lists_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "rows.arrow").write_bytes(arrow_bytes(LIST_ROWS, rows=4))
-    with DataLoader(str(tmp_path / "rows.arrow"), 3, max_length=3) as loader:
-        state = loader.state_dict()
-    with (
-        DataLoader(str(tmp_path / "rows.arrow"), 3, max_length=4) as loader,
-        pytest.raises(SpecMismatch, match="max_length_all: 3 in the state, 4 here"),
-    ):
-        loader.load_state_dict(state)
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -203,18 +203,6 @@ def test_photographs_of_every_dtype_and_layout(data_dir, shard, column) -> None:
         assert difference <= (tolerance / min(STD) if normal else tolerance)
 
 
-def test_a_centred_crop_is_what_torchvision_makes_of_it(shards) -> None:
-    steps = {"jpg": [Resize(32), CenterCrop(16)]}
-    with DataLoader(shards, 20, columns=["jpg", "text", "tokens"], transforms=steps) as loader:
-        batches = list(loader)
-    for number, pixels in enumerate(image for batch in batches for image in batch["jpg"]):
-        expected = by_torchvision(jpeg(number), steps["jpg"])
-        assert np.abs(pixels.numpy() - expected).max() <= 2
-    assert [text for batch in batches for text in batch["text"]] == [
-        f"no. {i}" for i in range(COUNT)
-    ]
-
-
 def test_decode_says_which_images_are_decoded_at_a_reduced_size(shards) -> None:
     def made(decode: str | None, steps) -> list[int]:
         given = {"columns": ["jpg"], "transforms": {"jpg": steps}, "decode": decode}
@@ -225,16 +213,6 @@ def test_decode_says_which_images_are_decoded_at_a_reduced_size(shards) -> None:
         found = {decode: made(decode, steps) for decode in (None, "exact", "fast")}
         assert found["exact"] != found["fast"]
         assert found[None] == found[same]
-
-
-def test_a_rank_with_other_image_software_is_refused(shards) -> None:
-    steps = {"jpg": [Resize((8, 8))]}
-    with DataLoader(shards, 5, name="decode", transforms=steps) as loader:
-        len(loader)
-        other = DataLoader(shards, 5, name="decode", transforms=steps, decode="fast")
-        with other, pytest.raises(SpecMismatch, match="decode=fast") as caught:
-            len(other)
-        assert caught.value.field == "transforms"
 
 
 def test_a_broken_image_names_shard_row_and_column(tmp_path) -> None:
@@ -282,23 +260,6 @@ def test_a_broken_image_of_a_tar_file_is_named_by_its_key(tmp_path) -> None:
     assert where is not None
     with DataLoader(tmp_path / "a.tar", 3, transforms={"jpg": CROP}, where=where[1]) as loader:
         assert next(iter(loader))["__key__"] == ["n00/cat-0", "n02/cat-2"]
-
-
-def test_images_of_several_extensions_are_one_column_of_a_tar_file(tmp_path) -> None:
-    with tarfile.open(tmp_path / "a.tar", "w") as tar:
-        for number, suffix in enumerate(("jpg", "jpeg", "png")):
-            sink = io.BytesIO()
-            picture = Image.new("RGB", (8, 8), (50 * number,) * 3)
-            picture.save(sink, "PNG" if suffix == "png" else "JPEG")
-            for name, body in ((suffix, sink.getvalue()), ("cls", str(number).encode())):
-                member = tarfile.TarInfo(f"{number}.{name}")
-                member.size = len(body)
-                tar.addfile(member, io.BytesIO(body))
-    with DataLoader(tmp_path / "a.tar", 3, transforms={"jpg": [Resize((8, 8))]}) as loader:
-        (batch,) = loader
-    assert set(batch) == {"__key__", "jpg", "cls"}
-    assert batch["cls"].tolist() == [0, 1, 2]
-    assert batch["jpg"][:, 0, 0, 0].tolist() == [0, 50, 100]
 
 
 BAD = {3: b"garbage", 14: None, 17: jpeg(17)[:200], 45: b""}

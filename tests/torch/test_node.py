@@ -244,13 +244,6 @@ def test_threads_that_share_an_iterator_get_each_batch_once(shards) -> None:
     assert sorted(i for batch in found for i in batch) == list(range(COUNT))
 
 
-def test_a_new_loader_sees_a_dataset_that_was_rewritten(tmp_path) -> None:
-    for count in (30, 40):
-        pq.write_table(table_of(range(count)), tmp_path / "x.parquet", row_group_size=10)
-        with DataLoader(str(tmp_path / "x.parquet"), 8, columns=["i"]) as loader:
-            assert [i for batch in loader for i in batch["i"].tolist()] == list(range(count))
-
-
 def test_a_batch_size_far_above_the_dataset_takes_no_more_than_the_dataset(shards) -> None:
     with DataLoader(shards, 2**31 - 1, columns=["i"]) as loader:
         assert [batch["i"].tolist() for batch in loader] == [list(range(COUNT))]
@@ -259,39 +252,6 @@ def test_a_batch_size_far_above_the_dataset_takes_no_more_than_the_dataset(shard
         DataLoader(shards, 2**31 - 1, columns=["i"], end="pad") as loader,
     ):
         next(iter(loader))
-
-
-@pytest.mark.parametrize("form", ["arrow", "parquet"])
-def test_a_shuffled_table_is_the_same_with_any_arena_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
-) -> None:
-    count = 24_000
-    rows = np.arange(count)
-    columns = {f"c{i}": rows.astype(dtype) + i for i, dtype in enumerate(["i8", "f4", "i4", "f8"])}
-    table = pa.table(columns | {"odd": rows % 2 == 1 if form == "parquet" else rows % 2})
-    for start in range(0, count, 6_000):
-        part = table.slice(start, 6_000).combine_chunks()
-        if form == "parquet":
-            pq.write_table(part, tmp_path / f"{start}.parquet")
-        else:
-            with pa.ipc.new_file(tmp_path / f"{start}.arrow", part.schema) as writer:
-                writer.write_table(part)
-    found = []
-    for room in ("64MiB", "640KiB"):
-        # Each has a node of its own.
-        run = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": f"{tmp_path}-{room}"}
-        for name, value in run.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setenv("DATAPLANE_BLOCK_ARENA_BYTES", room)
-        with DataLoader(str(tmp_path), 500, shuffle=True, seed=3, window=6_000) as loader:
-            found.append(list(loader))
-    for batch in found[0]:
-        for i in range(4):
-            assert (batch[f"c{i}"] == batch["c0"] + i).all()
-        assert (batch["odd"] == batch["c0"] % 2).all()
-    assert torch.cat([batch["c0"] for batch in found[0]]).sort().values.tolist() == rows.tolist()
-    for one, other in zip(*found, strict=True):
-        assert all((one[name] == other[name]).all() for name in one)
 
 
 def test_statistics_split_the_time_of_the_loop(shards) -> None:
@@ -311,9 +271,8 @@ def test_statistics_split_the_time_of_the_loop(shards) -> None:
     assert bound.samples_per_s > 0
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("form", ["parquet", "arrow", "jsonl"])
-def test_stacked_columns_come_as_one_tensor_in_the_order_given(tmp_path, form, shuffle) -> None:
+def test_stacked_columns_come_as_one_tensor_in_the_order_given(tmp_path, form) -> None:
     rows = np.arange(900)
     columns = {f"f{i}": (rows * (i + 1)).astype(np.float32) for i in range(5)}
     table = pa.table({"i": rows, **columns, "maybe": [k if k % 3 else None for k in rows.tolist()]})
@@ -327,7 +286,7 @@ def test_stacked_columns_come_as_one_tensor_in_the_order_given(tmp_path, form, s
             writer.write_table(table, max_chunksize=100)
     order = ["f3", "f0", "f4"]
     stack = {"x": order, "all": Stack(["maybe", "f1"], dtype="float64")}
-    how = {"shuffle": shuffle, "seed": 3, "fill_null": {"maybe": 7}}
+    how = {"shuffle": True, "seed": 3, "fill_null": {"maybe": 7}}
     with DataLoader(path, 64, **how) as plain, DataLoader(path, 64, stack=stack, **how) as loader:
         for apart, batch in zip(plain, loader, strict=True):
             assert list(batch) == ["i", "f2", "all", "x"]

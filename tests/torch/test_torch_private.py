@@ -23,7 +23,6 @@ import torch
 from dataplane_torch.local.local_pass import LocalPass
 from dataplane_torch.local.worker_pass import WorkerPass
 from dataplane_torch.torch_private import iteration, memory, process_group, workers
-from dataplane_torch.torch_private.versions import require
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, dataloader
 
 from dataplane.model.errors import VersionMismatch
@@ -128,19 +127,6 @@ def test_private_names_of_torch_stand_in_one_room() -> None:
     for kind in OURS:
         offences += [f"{kind.__name__}: {line}: {what}" for line, what in own_uses(kind)]
     assert not offences, "use dataplane_torch.torch_private:\n" + "\n".join(offences)
-
-
-@pytest.mark.parametrize("source", [
-    "import torch._utils",
-    "from torch.utils.data._utils.collate import collate",
-    "from torch.utils.data.dataloader import _DatasetKind",
-    "import torch\ntorch._C._cuda_init()",
-    "from torch.utils import data\ndata._utils.worker",
-    "def f(loader): return loader._index_sampler",
-    "def f(loader): return getattr(loader, '_iterator')",
-])  # fmt: skip
-def test_each_way_to_reach_a_private_name_is_seen(source) -> None:
-    assert list(private_uses(source, names_of_torch(*OURS)))
 
 
 def test_no_name_of_ours_is_one_that_torch_uses_in_the_same_object() -> None:
@@ -370,18 +356,6 @@ def test_a_build_without_cuda_has_no_contexts_to_ask_for(monkeypatch) -> None:
     monkeypatch.delattr(torch._C, "_cuda_hasPrimaryContext", raising=False)
     with pytest.raises(VersionMismatch, match=r"has no torch\._C\._cuda_hasPrimaryContext"):
         memory.has_cuda_context(0)
-
-
-@pytest.mark.skipif(
-    torch.version.cuda is None and torch.version.hip is None, reason="torch is built without CUDA"
-)
-def test_a_build_with_cuda_reports_its_contexts() -> None:
-    require(torch._C, "_cuda_hasPrimaryContext")
-
-
-def test_what_is_there_is_not_complained_of() -> None:
-    require(sys, "path")
-    require(torch.ones(1), "numpy")
 
 
 PICKLES_AT_ITS_END = """

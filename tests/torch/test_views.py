@@ -69,14 +69,6 @@ def test_conditions_have_their_rows_in_every_format(tmp_path: Path, suffix: str)
     assert sorted(train + other) == list(range(1, 2 * ROWS, 3))
 
 
-def test_a_condition_reads_columns_that_are_not_delivered(tmp_path: Path) -> None:
-    url = written(tmp_path / "d", "parquet")
-    with DataLoader(url, batch_size=300, columns=["id"], where="x >= 40") as loader:
-        (batch,) = loader
-    assert list(batch) == ["id"]
-    assert batch["id"].tolist() == [*range(80, 120), *range(200, 240)]
-
-
 def test_mistakes_in_a_condition_are_told_when_the_loader_is_made_or_opened(tmp_path: Path) -> None:
     url = written(tmp_path / "d")
     with pytest.raises(ConfigError, match="at the end: expected a column"):
@@ -118,36 +110,6 @@ def test_sources_of_a_mixture_have_views_of_their_own(tmp_path: Path) -> None:
     with DataLoader(Mixture(sources), batch_size=20, columns=["id"], shuffle=True) as loader:
         ids = [int(value) for batch in loader for value in batch["id"]]
     assert sorted(ids) == [*range(60), *range(120, 180)]
-
-
-def test_a_split_keeps_its_rows_when_shards_are_added(tmp_path: Path) -> None:
-    before = read(written(tmp_path / "d"), split=("train", 0.7))
-    after = read(written(tmp_path / "d", shards=3), split=("train", 0.7))
-    assert [row for row in after if row < 2 * ROWS] == before
-    assert len(after) > len(before)
-
-
-def test_the_global_batches_of_a_shuffled_view_do_not_depend_on_ranks(tmp_path: Path) -> None:
-    url = written(tmp_path / "d")
-    view = {"split": ("train", 0.8), "sample": 0.9, "limit": 120, "shuffle": True, "seed": 3,
-            "where": "id % 5 != 0"}  # fmt: skip
-
-    def of_rank(rank: int, size: int) -> list[list[int]]:
-        with DataLoader(url, dp_rank=rank, dp_size=size, global_batch_size=24, **view) as loader:
-            return [batch["id"].tolist() for batch in loader]
-
-    alone = of_rank(0, 1)
-    assert sum(map(len, alone)) == 120
-    for size in (2, 3):
-        ranks = [of_rank(rank, size) for rank in range(size)]
-        for step, expected in enumerate(alone):
-            assert [row for pair in _dealt(ranks, step) for row in pair] == expected
-
-
-def _dealt(ranks: list[list[list[int]]], step: int) -> list[list[int]]:
-    """The rows of a step, in the order of positions."""
-    mine = [rank[step] for rank in ranks]
-    return [[one[i] for one in mine if i < len(one)] for i in range(max(map(len, mine)))]
 
 
 def test_a_view_resumes_exactly_and_refuses_the_state_of_another(tmp_path: Path) -> None:

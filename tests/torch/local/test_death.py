@@ -196,8 +196,10 @@ def leave() -> None:
     os._exit(3)
 
 
-@pytest.mark.parametrize("end", [kill, segfault, leave, sys.exit])
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(
+    ("end", "persistent"),
+    [(kill, False), (kill, True), (segfault, False), (leave, True), (sys.exit, False)],
+)
 def test_a_worker_that_dies_raises_in_the_trainer(end, persistent) -> None:
     with DataLoader(
         Deadly(end), 2, num_workers=2, prefetch_factor=1, persistent_workers=persistent

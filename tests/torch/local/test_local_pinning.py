@@ -194,8 +194,6 @@ def close(segments: Segments) -> None:
 
 def pair() -> tuple[MappedSegments, Segments]:
     """Both sides of a worker's memory, in one process."""
-    import os
-
     mapped = MappedSegments(None)
 
     def announce(segment_id: int, fd: int, size_bytes: int) -> None:
@@ -239,16 +237,6 @@ def allocated_bytes(segments: Any) -> int:
     return sum(os.fstat(each.arena.fd).st_blocks * 512 for each in segments.values())
 
 
-def segment_pair() -> tuple[MappedSegments, Segments]:
-    """Both sides of a worker's memory, in one process."""
-    mapped = MappedSegments(None)
-
-    def announce(segment_id: int, fd: int, size_bytes: int) -> None:
-        mapped.attach(segment_id, os.dup(fd), size_bytes)
-
-    return mapped, Segments(announce, mapped.detach, whole=False)
-
-
 def slack(live: int, count: int) -> int:
     """The memory that may be used in addition: pieces at the ends of extents, and the marks."""
     return _MIB + live // 16 + (2 * count + 4) * _PIECE
@@ -260,7 +248,7 @@ def slack(live: int, count: int) -> int:
 @settings(max_examples=20)
 def test_a_segment_never_has_more_pages_than_were_in_use_at_once(steps) -> None:
     """(1), (2), for any order of allocations and releases."""
-    mapped, segments = segment_pair()
+    mapped, segments = pair()
     held: list[tuple[Any, int]] = []
     most = count = 0
     try:
@@ -286,7 +274,7 @@ def test_a_segment_never_has_more_pages_than_were_in_use_at_once(steps) -> None:
 
 def test_what_the_trainer_drops_is_free_at_once() -> None:
     """(2): no message reports it."""
-    mapped, segments = segment_pair()
+    mapped, segments = pair()
     taken = segments.allocate(3 * _MIB)
     memory = mapped.take(taken)
     assert segments.allocate(3 * _MIB) != taken

@@ -273,22 +273,6 @@ def test_fds_do_not_grow_with_passes_whose_workers_are_new() -> None:
     assert mapped_bytes() == 0
 
 
-def test_a_forked_child_does_not_disturb_its_parent() -> None:
-    with DataLoader(Blocks(40), 2, num_workers=1) as loader:
-        iterator = iter(loader)
-        held = [next(iterator) for _ in range(5)]
-        child = os.fork()
-        if child == 0:
-            held.clear()
-            gc.collect()
-            loader.close()
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-        for step, batch in enumerate(iterator, 5):
-            assert batch[:, -1].tolist() == [2 * step, 2 * step + 1]
-        assert [int(batch[0, 0]) for batch in held] == [0, 2, 4, 6, 8]
-
-
 # Everything a loader can be given, with no shared memory at all to put it in.
 _WITHOUT_SHARED_MEMORY = """
 import warnings; warnings.simplefilter("ignore")
@@ -337,30 +321,9 @@ def test_no_shared_memory_is_needed() -> None:
     assert (run.returncode, run.stdout) == (0, "done\n"), run.stderr
 
 
-class ForkedBlocks(Samples):
-    """Long tensors, the same number in all of each."""
-
-    def __init__(self, count: int, length: int = LONG) -> None:
-        super().__init__("", count)
-        self.length = length
-
-    def __getitem__(self, i: int) -> torch.Tensor:
-        return torch.full((self.length,), i, dtype=torch.int16)
-
-
-def shared_bytes() -> int:
-    """The bytes of workers' memory that this process has mapped."""
-    total = 0
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if "memfd:dataplane-worker" in line:
-            start, end = line.split(maxsplit=1)[0].split("-")
-            total += int(end, 16) - int(start, 16)
-    return total
-
-
 @pytest.mark.parametrize("closes_all", [False, True])
 def test_a_forked_child_reads_what_was_there(closes_all) -> None:
-    with DataLoader(ForkedBlocks(60), 2, num_workers=1) as loader:
+    with DataLoader(Blocks(60), 2, num_workers=1) as loader:
         iterator = iter(loader)
         next(iterator)
         batch = next(iterator)
@@ -380,25 +343,25 @@ def test_a_forked_child_reads_what_was_there(closes_all) -> None:
 
 
 def test_the_memory_of_children_that_ended_is_used_again() -> None:
-    with DataLoader(ForkedBlocks(80), 2, num_workers=1) as loader:
+    with DataLoader(Blocks(80), 2, num_workers=1) as loader:
         for batch in loader:
             with forking(lambda batch=batch: int(batch[0, 0] != batch[0, -1])) as child:
                 del batch
                 assert child.ask() == 0
-        assert shared_bytes() <= 80 * LONG
+        assert mapped_bytes() <= 80 * LONG
 
 
 def test_a_child_has_what_was_alive_and_nothing_of_loaders_that_are_gone() -> None:
-    loader = DataLoader(ForkedBlocks(64, 1 << 19), 2, num_workers=1)
+    loader = DataLoader(Blocks(64, 1 << 19), 2, num_workers=1)
     held = list(loader)
     kept = held[-1]
     del held
     gc.collect()
-    assert shared_bytes() >= 32 << 20
+    assert mapped_bytes() >= 32 << 20
 
     def looks() -> int:
         is_right = kept[:, -1].tolist() == [62, 63]
-        return int(shared_bytes() > 4 << 20 or not is_right)
+        return int(mapped_bytes() > 4 << 20 or not is_right)
 
     with forking(looks) as child:
         assert child.ask() == 0
@@ -406,7 +369,7 @@ def test_a_child_has_what_was_alive_and_nothing_of_loaders_that_are_gone() -> No
 
 
 def test_a_pass_is_for_the_process_that_began_it() -> None:
-    with DataLoader(ForkedBlocks(8), 2, num_workers=1, persistent_workers=True) as loader:
+    with DataLoader(Blocks(8), 2, num_workers=1, persistent_workers=True) as loader:
         iterator = iter(loader)
         first = next(iterator)
 
@@ -429,7 +392,7 @@ def send(batch: torch.Tensor, queue: Any) -> None:
 def test_batches_go_to_processes_and_through_queues(context) -> None:
     processes = torch.multiprocessing.get_context(context)
     there, back = processes.SimpleQueue(), processes.SimpleQueue()
-    with DataLoader(ForkedBlocks(40), 2, num_workers=1) as loader:
+    with DataLoader(Blocks(40), 2, num_workers=1) as loader:
         iterator = iter(loader)
         given = processes.Process(target=send, args=(next(iterator), back))
         given.start()
