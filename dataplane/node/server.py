@@ -46,7 +46,7 @@ from dataplane.scheduler.scheduler import Scheduler
 
 __all__ = ["FolderTakenError", "open_cache_folder", "open_data_port"]
 
-_TICK_S, _WORK_S, _FIRST_CONNECTION_S = 0.5, 1.0, 30.0
+_TICK_S, _WORK_S, _FIRST_CONNECTION_S, _DRAIN_SAID_S = 0.5, 1.0, 30.0, 60.0
 _LAST_PIDS, _OUTBOX_MAX, _MESSAGES_A_TURN, _REQUESTS_MAX = 64, 1024, 16, 4
 _REFUSED_PAUSE_S, _TURN_S = 0.05, 0.005
 _JOB_COST_S, _UNPAID_S_MAX = 0.1, 3.2
@@ -115,10 +115,10 @@ class TrainerConnection:
         self._tasks: set[asyncio.Task[None]] = set()
         self._awaited_slabs: dict[int, int] = {}
         """The stream of each slab that was requested, by the number of the request."""
-        self._greeted = self._is_parsing = self._is_reading = False
-        self._process = server.process_of(sockets.peer_credentials(sock)[0])
+        self._greeted = self._is_parsing = self._is_reading = self.closed = False
+        self.pid = sockets.peer_credentials(sock)[0]
+        self._process = server.process_of(self.pid)
         self._process.connection_count += 1
-        self.closed = False
         self._pace()
 
     def send(
@@ -452,15 +452,13 @@ class NodeServer:
         data_listener: socket.socket | None = None,
         early: EarlyOpening | None = None,
     ) -> None:
-        self.config = config
-        self.trace = Trace("node")
+        self.config, self.trace = config, Trace("node")
         self.node_id = node_id
         self.draining = self.stopping = False
         self.door = Door(listener, self._admit, self.trace)
         self._processes: WeakValueDictionary[int, _Process] = WeakValueDictionary()
         self._sessions: set[TrainerConnection] = set()
-        self._idle_since = time.monotonic()
-        self._had_session = False
+        self._idle_since, self._had_session = time.monotonic(), False
         self.last_pids: deque[int] = deque(maxlen=_LAST_PIDS)
         self._arena = Arena.create("dataplane-blocks", config.block_arena_bytes)
         opened = NodeStores(config) if early is None else early.stores
@@ -511,6 +509,7 @@ class NodeServer:
     async def run(self, stop: asyncio.Event, ready: Callable[[], None]) -> None:
         """Serve until `stop` is set and the last trainer is gone, or, embedded, until idle."""
         beating: asyncio.Task[None] | None = None
+        says_again_at = 0.0
         try:
             self._pool.start()
             self._neighbours.start()
@@ -526,9 +525,10 @@ class NodeServer:
                 self.heartbeat.tick()
                 self._neighbours.tick()
                 await wait_stop(stop, _TICK_S, is_draining=self.draining)
-                if stop.is_set() and not self.draining:
-                    self.draining = True
-                    self.trace.noted("drain", sessions=len(self._sessions))
+                if stop.is_set() and time.monotonic() >= says_again_at:
+                    self.draining, says_again_at = True, time.monotonic() + _DRAIN_SAID_S
+                    if pids := " ".join(sorted({str(session.pid) for session in self._sessions})):
+                        self.trace.noted("draining until loaders are closed", processes=pids)
         finally:
             self.stopping = True
             self._watchdog.close()
@@ -563,8 +563,8 @@ class NodeServer:
 
     def _admit(self, sock: socket.socket) -> TrainerConnection:
         self._had_session = True
-        self.last_pids.append(sockets.peer_credentials(sock)[0])
         session = TrainerConnection(self, sock)
+        self.last_pids.append(session.pid)
         self._sessions.add(session)
         return session
 

@@ -99,6 +99,9 @@ def test_draining_waits_for_the_last_trainer(tmp_path):
                 child.send_signal(signal.SIGHUP)
             assert process.stderr is not None
             assert "draining" in process.stderr.readline()
+            assert process.stderr.readline().endswith(
+                f"draining until loaders are closed processes={os.getpid()}\n"
+            )
             process.send_signal(signal.SIGHUP)  # no second one: a shell adds it
             greet(sock)
             assert psutil.Process(process.pid).children(recursive=True) == before
