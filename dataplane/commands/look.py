@@ -165,7 +165,7 @@ class _Look:
         """Read the samples, and make the facts of columns and images."""
         from dataplane.commands.datasets import column_facts, shown
 
-        table = values_of(self._job, self.rows, None, workers, is_mapped=is_mapped)
+        table = values_of(self._job, self.rows, None, workers, self._epoch if is_mapped else None)
         own = [name for name in table.column_names if not name.startswith(_PREFIX)]
         if len(own) > _COLUMNS_MAX:
             self.notes.append(f"{_COLUMNS_MAX} of {len(own)} columns are shown")

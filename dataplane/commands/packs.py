@@ -74,8 +74,10 @@ def imported_map(name: str) -> UserFunction:
     return loaded("map", name)
 
 
-def read_mapped(rows: Manifest, block: int, view: View, seed: int) -> pa.RecordBatch:
-    """Read the rows of a block, with the columns that the view's map makes of them.
+def read_mapped(
+    rows: Manifest, block: int, view: View, seed: int, epoch: int = 0
+) -> pa.RecordBatch:
+    """Read the rows of a block, with the columns that the view's map makes of them in this epoch.
 
     Raises:  as `imported_map` and `read_block`.  FunctionError: the map fails.
     """
@@ -86,7 +88,8 @@ def read_mapped(rows: Manifest, block: int, view: View, seed: int) -> pa.RecordB
     batch = read_block(rows, block, schema, reads, view=rows_only(view))
     shard = int(rows.block_shard[block])
     at = CalledAt("map", view.map, rows.shards.urls[shard], rows.block_in_shard(block))
-    return mapped_block(function, batch, seed, shard, at, resizes=view.resizes)
+    drawn = epoch if view.per_epoch else None
+    return mapped_block(function, batch, seed, shard, at, resizes=view.resizes, epoch=drawn)
 
 
 def name_of_counts(rows: Manifest, view: View, seed: int, function: UserFunction | None) -> str:

@@ -252,7 +252,9 @@ def _view(view: View, own: Mapping[str, Any]) -> View:
     from dataplane.transforms.functions import function_name
     from dataplane.transforms.options import view_of
 
-    of_rows = {name: value for name, value in own.items() if name not in {"map", "resizes"}}
+    of_rows = {
+        name: value for name, value in own.items() if name not in {"map", "resizes", "per_epoch"}
+    }
     said, none = view_of(**of_rows), View()
     mine = {
         name: value for name, value in structs.asdict(said).items() if value != getattr(none, name)

@@ -198,8 +198,8 @@ def replay(
         table = replayed_documents(job, rows, epoch, names, _PREFIX)
     else:
         names = None if columns is None else _listed(columns)
-        is_mapped = may_map(settings, job)
-        table = values_of(job, rows, names, options["workers"], is_mapped=is_mapped)
+        mapped_in = epoch if may_map(settings, job) else None
+        table = values_of(job, rows, names, options["workers"], mapped_in)
     if out is not None:
         _write(table, out)
         what = output.counted(table.num_rows, "document" if job.is_packed else "row")
@@ -248,10 +248,11 @@ def may_map(settings: Settings, job: Traced) -> bool:
 
 
 def values_of(
-    job: Traced, rows: StepRows, names: Sequence[str] | None, workers: int, *, is_mapped: bool
+    job: Traced, rows: StepRows, names: Sequence[str] | None, workers: int, epoch: int | None
 ) -> pa.Table:
     """Read the samples in this order, with their places in the first columns. Without `names`, they
-    have the columns that the job reads. `is_mapped` applies the job's maps.
+    have the columns that the job reads. The job's maps are applied as in this epoch; None: they are
+    not.
 
     Raises:  CorruptShard.  DatasetChangedError.  StoreError and its subclasses.  ConfigError: there
              is no such column.  FunctionError.
@@ -266,7 +267,7 @@ def values_of(
     from dataplane.formats.unsupported import supported_names
     from dataplane.plan.views import rows_only
 
-    schemas = [schema_of(source.manifest) for source in job.sources]
+    is_mapped, schemas = epoch is not None, [schema_of(source.manifest) for source in job.sources]
     numbers = rows.blocks + job.first_blocks[rows.sources]
     supported = [supported_names(schema) for schema in schemas]
     chosen = None if is_mapped else _chosen(job, names, supported)
@@ -274,8 +275,8 @@ def values_of(
     def read(at: int) -> pa.Table:
         source, own = int(rows.sources[at]), numbers == numbers[at]
         of, block = job.sources[source], int(rows.blocks[at])
-        if is_mapped and of.view.map:
-            batch = read_mapped(of.manifest, block, of.view, job.spec.seed)
+        if epoch is not None and of.view.map:
+            batch = read_mapped(of.manifest, block, of.view, job.spec.seed, epoch)
             picked = _chosen(job, names, [batch.schema.names])
         else:
             # Choose the columns of each source if only some sources have a map: they may differ.

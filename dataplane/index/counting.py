@@ -70,7 +70,7 @@ def view_name(view: View) -> str:
     digits.
     """
     rows = structs.asdict(structs.replace(rows_only(view), limit=0))
-    del rows["resizes"]
+    del rows["resizes"], rows["per_epoch"]
     replaces = rows.pop("bad_max") > 0
     return digest(COUNT_VERSION, rows, *(["replaces"] if replaces else []))
 

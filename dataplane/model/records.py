@@ -375,7 +375,8 @@ class View(Struct, frozen=True):
     `collate` are functions, as "package.module:function". With `pack`, the samples are packs of
     these rows. `bad_max` is the share of an epoch's samples that may be replaced by others since
     they cannot be read; 0 if one of them ends the run. `resizes`: the map may return another number
-    of rows than it gets, and the samples are those that it returns.
+    of rows than it gets, and the samples are those that it returns. `per_epoch`: the map gets other
+    random numbers in each epoch.
     """
 
     where: str = ""
@@ -388,6 +389,7 @@ class View(Struct, frozen=True):
     pack: PackSpec | None = None
     bad_max: float = 0.0
     resizes: bool = False
+    per_epoch: bool = False
 
     @property
     def is_counted(self) -> bool:

@@ -171,6 +171,14 @@ class Dataset(Struct, frozen=True, eq=False, weakref=True):
         schema = self.message.schema if self.message.view.map else b""
         return mapped_in(pa.ipc.read_schema(pa.py_buffer(schema))) if schema else None
 
+    def for_epoch(self, epoch: int, dataset_id: int) -> Dataset:
+        """Return this dataset with blocks of its own, for which the map draws in this epoch."""
+        message = replace(self.message, dataset_id=dataset_id, epoch=epoch)
+        marks = self.blocks.marks
+        marks = Marks.of(marks.raw, marks.decoded.copy(), marks.is_remote)
+        blocks = replace(self.blocks, dataset_id=dataset_id, marks=marks)
+        return replace(self, dataset_id=dataset_id, message=message, blocks=blocks)
+
     def path(self, block: int) -> str | None:
         """Return the local file with the block; None if the shard is not a local file."""
         is_remote = self.blocks.marks.is_remote.item(block)

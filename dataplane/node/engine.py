@@ -46,6 +46,7 @@ from dataplane.node.effects import (
     LentBlocks,
     OtherBlocks,
 )
+from dataplane.node.epoch_datasets import EpochDatasets
 from dataplane.node.fetch import BlockRead, Connect, Fetcher
 from dataplane.node.neighbours import KnownNeighbours
 from dataplane.node.pool import WorkerPool
@@ -132,8 +133,7 @@ class Engine:
     ) -> None:
         self.scheduler = scheduler
         """The scheduler. Others may read its counts; only the engine passes events to it."""
-        self._arena = arena
-        self._fetcher, self._pool = fetcher, pool
+        self._arena, self._fetcher, self._pool = arena, fetcher, pool
         self._trace, self._node_id, self._clock = trace, node_id, clock
         self._planner = Planner(trace)
         neighbours = neighbours or KnownNeighbours()
@@ -141,6 +141,7 @@ class Engine:
         self.replaced, self._others = ReplacedRows(trace), OtherBlocks(connect)
         self.delegating = Delegating(fetcher.origin, neighbours, self._tell, self.replaced.checked)
         self._datasets: dict[int, Dataset] = {}
+        self._epochs = EpochDatasets(self._datasets, self.forget_dataset)
         self._reader_counts: Counter[int] = Counter()  # deliveries that read each dataset
         self._deliveries: dict[int, DeliveryArena] = {}
         self._streams: dict[int, ServedStream] = {}
@@ -250,9 +251,8 @@ class Engine:
         stream = ServedStream(number, walk, send, on_begun=on_begun, maps=named)
         self._streams[stream.stream_id] = stream
         before = None if after is None else after.stream_id
-        self._tell(
-            events.StreamStarted(stream.stream_id, delivery.delivery_id, walk, holder, before)
-        )
+        own, place = self._epochs.of_stream(stream, delivery.datasets), delivery.delivery_id
+        self._tell(events.StreamStarted(number, place, walk, holder, before, own))
         return stream
 
     def adopt_stream(self, stream: ServedStream, send: Send) -> None:
@@ -264,7 +264,7 @@ class Engine:
 
     def expect_next(self, stream: ServedStream, order: SampleOrder) -> None:
         """Keep blocks for the order that a stream's consumer should read next."""
-        if not stream.is_closed:
+        if not (stream.is_closed or self._epochs.is_read(stream)):
             self._tell(events.NextOrderKnown(stream.stream_id, order))
 
     def close_stream(self, stream: ServedStream) -> None:
@@ -272,6 +272,7 @@ class Engine:
         if not stream.is_closed:
             stream.is_closed = True
             self._tell(events.StreamClosed(stream.stream_id))
+            self._epochs.close(stream)
 
     def refuse_stream(self, stream: ServedStream, error: DataplaneError) -> None:
         """Answer the consumer's requests with this error."""

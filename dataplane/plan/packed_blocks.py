@@ -93,6 +93,7 @@ def counts_name(manifest: Manifest, view: View, seed: int, code: str) -> str:
         pack = structs.replace(view.pack, carry=(), outputs=(), pad_value=0, balanced=False)
         recipe["pack"] = structs.asdict(pack)
         del recipe["pack"]["loss_mask"], recipe["pack"]["dtype"]
+    del recipe["per_epoch"]  # never of views that are counted
     if not recipe["resizes"]:
         del recipe["resizes"]
     recipe |= {"seed": seed, "code": code}

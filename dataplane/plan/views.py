@@ -227,7 +227,9 @@ LIMIT_MAX = (1 << 62) - 1
 def rows_only(view: View) -> View:
     """Return only the part of the view that decides which rows it contains."""
     bad_max = view.bad_max if view.where else 0.0  # without a condition, bad rows count as rows
-    return replace(view, map="", collate="", pack=None, bad_max=bad_max, resizes=False)
+    return replace(
+        view, map="", collate="", pack=None, bad_max=bad_max, resizes=False, per_epoch=False
+    )
 
 
 def samples_of(view: View, seed: int) -> tuple[View, int]:

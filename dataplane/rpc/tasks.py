@@ -69,6 +69,7 @@ class OpenDataset(Message, frozen=True):
     # Decode each block to a list of one token for each row that view.map makes.
     counts_rows: bool = False
     seed: Unsigned = 0  # seed of the random numbers of view.map; 0 if view.map takes none
+    epoch: int | None = None  # the epoch for which view.map draws; None: the same for all
 
 
 class RawBlockRef(Message, frozen=True):

@@ -139,7 +139,8 @@ class BlocksInherited(Struct, frozen=True):
 
 class StreamStarted(Struct, frozen=True):
     """A consumer's stream starts; `holder` will hold its slabs. Until the stream `after` is closed,
-    this one has the lowest priority: it gets only resources that the other leaves unused.
+    this one has the lowest priority: it gets only resources that the other leaves unused. It reads
+    these `datasets`, or those of the delivery arena.
     """
 
     stream_id: int
@@ -147,6 +148,7 @@ class StreamStarted(Struct, frozen=True):
     walk: Walk
     holder: int
     after: int | None = None
+    datasets: DatasetLookup | None = None
 
 
 class StreamAdopted(Struct, frozen=True):

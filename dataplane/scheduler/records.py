@@ -335,7 +335,7 @@ class SlabTask(Struct, eq=False):
     @property
     def datasets(self) -> DatasetLookup:
         """The datasets of the slab's rows."""
-        return self.delivery.datasets
+        return self.stream.datasets
 
     @property
     def is_awaited(self) -> bool:
@@ -438,6 +438,7 @@ class StreamState(Struct, eq=False):
     walk: Walk
     holder: int
     planned_to: int
+    own_datasets: DatasetLookup | None = None
     tasks: deque[SlabTask] = field(default_factory=deque)
     requests: deque[tuple[int, float]] = field(default_factory=deque)
     planning: int = 0
@@ -453,6 +454,11 @@ class StreamState(Struct, eq=False):
     """When one of its slabs was last planned or made."""
     heard_at: float = 0.0
     """When its consumer was last told the progress of a slab."""
+
+    @property
+    def datasets(self) -> DatasetLookup:
+        """The datasets that it reads: its own, or those of its delivery arena."""
+        return self.own_datasets or self.delivery.datasets
 
     @property
     def is_ahead(self) -> bool:

@@ -253,6 +253,7 @@ class Scheduler:
             event.walk,
             event.holder,
             event.walk.position,
+            event.datasets,
             after=self._streams.find(event.after),
         )
         self._streams.add(stream)

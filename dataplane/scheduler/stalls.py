@@ -45,7 +45,7 @@ class Stalls:
         """
         if not stream.requests or now - stream.requests[0][1] <= self._heard_s:
             return  # return early: a mixture may have thousands of datasets to visit
-        datasets = stream.delivery.datasets.datasets
+        datasets = stream.datasets.datasets
         if at_work:
             for dataset in datasets:
                 if dataset.dataset_id in at_work:
@@ -56,7 +56,7 @@ class Stalls:
             progress = self._progress(stream)
             waits = progress.stage == SlabPhase.WAITING.value
             missing = sorted(stream.tasks[0].missing) if waits else []
-            names = [stream.delivery.datasets.name(number) for number in missing]
+            names = [stream.datasets.name(number) for number in missing]
             yield Stalled(stream.stream_id, request_id, now - since, progress, names)
         if not stream.requests or advanced <= stream.heard_at:
             return

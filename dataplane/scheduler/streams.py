@@ -74,7 +74,7 @@ class StreamTable:
 
     def of_dataset(self, dataset: DatasetBlocks) -> list[StreamState]:
         """Return the streams that read this dataset."""
-        return [s for s in self._streams.values() if dataset in s.delivery.datasets]
+        return [s for s in self._streams.values() if dataset in s.datasets]
 
     def of_group(self, group: Group) -> list[StreamState]:
         """Return the streams that share slabs in this group."""
@@ -202,7 +202,7 @@ class SharedSlabs:
         found: list[WalkPosition] = []
         following: dict[int, WalkPosition] = {}
         for stream in self.streams.of_dataset(dataset):
-            walk, first_block = stream.walk, stream.delivery.datasets.number(dataset, 0)
+            walk, first_block = stream.walk, stream.datasets.number(dataset, 0)
             start = self._start(stream)
             found.append(WalkPosition(stream.stream_id, walk.order, start, first_block))
             order = stream.next_order

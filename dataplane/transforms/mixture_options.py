@@ -28,7 +28,7 @@ _STEP_MAX = (1 << 40) - 1
 _SCHEDULED_MAX, _ENTRIES_MAX = 1 << 16, 4096
 _NAMED_MAX = 20
 _PAIR = 2
-_OPTIONS = ("where", "sample", "split", "limit", "map", "resizes")
+_OPTIONS = ("where", "sample", "split", "limit", "map", "resizes", "per_epoch")
 _NUMBERS = {"weight": float, "passes": float, "max_passes": int, "mean_length": float}
 _NUMBERS |= {"sample": float, "limit": int}
 _ON_COMMAND_LINES = (*_NUMBERS, "format", "where", "split", "map")
@@ -63,6 +63,7 @@ class Source(Struct, frozen=True):
     limit: int | None = None
     map: str | Callable[..., Any] | None = None
     resizes: bool | None = None
+    per_epoch: bool | None = None
 
     def own_options(self) -> dict[str, object]:
         """Return the loader's options that this source overrides, with the given values."""

@@ -11,6 +11,7 @@ import pyarrow as pa
 from msgspec import Struct
 
 from dataplane.rpc import tasks
+from dataplane.transforms.functions import GENERATOR
 from dataplane.transforms.made_columns import MappedColumns
 from dataplane.worker.functions import (
     CalledAt,
@@ -32,7 +33,7 @@ _ARGUMENT = "map"
 class BlockMapping(Struct, frozen=True):
     """Applies the function `name` to blocks. `columns` are those that the function returned for the
     first rows; None: they must be found. `resizes`: it may return another number of rows, and they
-    are only counted if `counts`.
+    are only counted if `counts`. `epoch`: it draws other random numbers in each epoch.
     """
 
     name: str
@@ -40,6 +41,7 @@ class BlockMapping(Struct, frozen=True):
     columns: MappedColumns | None
     resizes: bool = False
     counts: bool = False
+    epoch: int | None = None
 
     def applied(self, batch: pa.RecordBatch, raw: tasks.RawBlockRef) -> pa.RecordBatch:
         """Apply the function to a decoded block.
@@ -74,7 +76,16 @@ class BlockMapping(Struct, frozen=True):
         schema: pa.Schema | None,
     ) -> pa.RecordBatch:
         at = CalledAt(_ARGUMENT, self.name, raw.url, raw.index)
-        return mapped_block(function, batch, self.seed, raw.shard, at, schema, resizes=self.resizes)
+        return mapped_block(
+            function,
+            batch,
+            self.seed,
+            raw.shard,
+            at,
+            schema,
+            resizes=self.resizes,
+            epoch=self.epoch,
+        )
 
     def _find(
         self, function: UserFunction, batch: pa.RecordBatch, raw: tasks.RawBlockRef
@@ -92,6 +103,11 @@ class BlockMapping(Struct, frozen=True):
         some = self._mapped(function, batch.slice(0, _FIRST_ROWS), raw, None)
         if untyped(some.schema) and batch.num_rows > _FIRST_ROWS:
             some = self._mapped(function, batch, raw, None)
+        if self.epoch is not None and not function.takes_generator:
+            raise at.fault(
+                f"takes no argument {GENERATOR!r}, and per_epoch=True is about the random numbers "
+                "that this argument gives: add it, or leave per_epoch out"
+            )
         unknown = untyped(some.schema)
         if unknown:
             raise at.fault(

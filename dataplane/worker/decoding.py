@@ -90,7 +90,9 @@ def _mapping(body: tasks.OpenDataset, mapped: MappedColumns | None) -> BlockMapp
     view = body.view
     if not view.map:
         return None
-    return BlockMapping(view.map, body.seed, mapped, resizes=view.resizes, counts=body.counts_rows)
+    return BlockMapping(
+        view.map, body.seed, mapped, view.resizes, counts=body.counts_rows, epoch=body.epoch
+    )
 
 
 def canonical_batch(

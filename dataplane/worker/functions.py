@@ -235,11 +235,14 @@ def _sendable(text: str) -> str:
 # -- call --------------------------------------------------------------------------------------
 
 
-def block_generator(seed: int, shard: int, block: int) -> np.random.Generator:
-    """Return the random generator of a map for one block: the same on every node and in every
-    epoch.
+def block_generator(
+    seed: int, shard: int, block: int, epoch: int | None = None
+) -> np.random.Generator:
+    """Return the random generator of a map for one block: the same on every node, and in every
+    epoch, unless one is given.
     """
-    return np.random.Generator(np.random.Philox(key=key(seed, Domain.MAP, shard, block)))
+    drawn = (shard, block) if epoch is None else (shard, block, epoch)
+    return np.random.Generator(np.random.Philox(key=key(seed, Domain.MAP, *drawn)))
 
 
 def batch_generator(seed: int, epoch: int, position: int, dp_rank: int) -> np.random.Generator:
@@ -397,12 +400,13 @@ def mapped_block(
     schema: pa.Schema | None = None,
     *,
     resizes: bool = False,
+    epoch: int | None = None,
 ) -> pa.RecordBatch:
     """Apply the function to a block, with the generator of a job with this seed if the function
     takes one. `shard` is the number of the block's shard, and `at` names the block.
     """
     assert at.block is not None
-    generator = block_generator(seed, shard, at.block) if function.takes_generator else None
+    generator = block_generator(seed, shard, at.block, epoch) if function.takes_generator else None
     return mapped(function, batch, generator, at, schema, resizes=resizes)
 
 

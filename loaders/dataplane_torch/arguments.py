@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from numbers import Real
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, Literal, cast
 
 from msgspec import Struct, structs
 from torch.utils.data import Dataset
@@ -262,23 +262,31 @@ def _view(options: UrlOptions) -> View:
         collate=function_name(options["collate"], "collate"),
         pack=pack_spec(options["pack"]),
         bad_max=_bad_max(options),
-        resizes=_resizes(options),
+        resizes=_about_map(options, "resizes"),
+        per_epoch=_about_map(options, "per_epoch"),
     )
 
 
-def _resizes(options: UrlOptions) -> bool:
-    resizes = options["resizes"]
-    if resizes not in {False, True}:
-        raise ConfigError(f"resizes={resizes!r:.80}: pass True or False", field="resizes")
-    if resizes and (options["map"] is None or options["pack"] is not None):
-        advice = (
-            "without map=, which it is about: pass both"
-            if options["map"] is None
-            else "with pack=: let map return an empty list to leave a document out of packs, "
-            "which cut long documents themselves"
+def _about_map(options: UrlOptions, name: Literal["resizes", "per_epoch"]) -> bool:
+    """Return the value of an option that says something about map=."""
+    value, why = options[name], ""
+    if value not in {False, True}:
+        raise ConfigError(f"{name}={value!r:.80}: pass True or False", field=name)
+    if options["map"] is None:
+        why = "without map=, which it is about: pass both"
+    elif options["pack"] is not None and name == "resizes":
+        why = (
+            "with pack=: let map return an empty list to leave a document out of packs, which cut "
+            "long documents themselves"
         )
-        raise ConfigError(f"resizes=True {advice}", field="resizes")
-    return bool(resizes)
+    elif name == "per_epoch" and (options["pack"] is not None or options["resizes"]):
+        why = (
+            "with resizes= or pack=: the number of samples is counted once, for all epochs. Draw "
+            "in collate=, or leave it out"
+        )
+    if value and why:
+        raise ConfigError(f"{name}=True {why}", field=name)
+    return bool(value)
 
 
 def refuse_torch_arguments(given: Mapping[str, Any]) -> None:

@@ -90,6 +90,7 @@ class DataLoader(LoaderBase[_T_co]):
     Functions and packs
       map: function              makes columns of those of a block, in the node's workers
       resizes: bool = False      map may return another number of rows than it gets
+      per_epoch: bool = False    map draws other random numbers in each epoch
       collate: function          makes arrays of those of a batch, in the node's workers
       pack: Pack                 samples of several rows of tokens
       balance: str               "cost" gives all ranks packs of about the same cost

@@ -82,6 +82,8 @@ class FunctionArguments(TypedDict, total=False):
     """
     resizes: bool
     """`map` may return another number of rows than it gets; the first run counts them."""
+    per_epoch: bool
+    """The `generator` of `map` draws other numbers in each epoch, so results are made in each."""
     collate: Function | None
     """A function, as `map`, which workers call over each batch, with arrays in place of tensors. It
     returns arrays of any shape, which come as tensors.
@@ -172,6 +174,7 @@ DEFAULTS: Final[Mapping[str, object]] = {
     "on_bad": RAISE,
     "dataset_moved": False,
     "resizes": False,
+    "per_epoch": False,
     "replay_first_slab": False,
 }
 

@@ -1,5 +1,5 @@
 """`map=` with `resizes=True`: a map drops and multiplies rows. The twin is a dataset whose blocks
-store what the map makes.
+store what the map makes. With `per_epoch=True` it draws anew in each epoch.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dataplane_torch import DataLoader, Mixture, Pack, Source
 
 from dataplane.cli import run
 from dataplane.model.errors import ConfigError, FunctionError
+from dataplane.worker.functions import block_generator
 
 pytestmark = pytest.mark.usefixtures("shared_node")
 ROWS, GROUP = 60, 12
@@ -35,7 +36,7 @@ def written(folder: Path, seed: int = 0, shards: int = 2) -> tuple[str, str]:
     for shard in range(shards):
         ids = range(shard * ROWS, (shard + 1) * ROWS)
         times = [0 if row % ROWS // GROUP == 3 else draw.choice((0, 0, 1, 1, 2, 5)) for row in ids]
-        table = pa.table({"id": ids, "times": times, "unused": [0.5] * ROWS})
+        table = pa.table({"id": ids, "times": times, "row": ids})
         pq.write_table(table, stored / f"{shard}.parquet", row_group_size=GROUP)
         parts = [table.slice(at, GROUP) for at in range(0, ROWS, GROUP)]
         write_blocks(made / f"{shard}.parquet", parts)
@@ -170,3 +171,54 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         DataLoader(stored, pack=Pack("id", 8), **MAPPED)
     with pytest.raises(ConfigError, match="resizes='no'"):
         DataLoader(stored, map=user_functions.repeats, resizes="no")
+
+
+def test_a_map_draws_anew_in_each_epoch_the_same_on_any_ranks_and_after_any_resume(
+    tmp_path: Path,
+) -> None:
+    url, _ = written(tmp_path)
+    given: dict[str, Any] = {"shuffle": True, "seed": 3, "global_batch_size": 32, "per_epoch": True}
+
+    def noise(state: Any = None, epochs: int = 1, **own: Any) -> list[dict[int, float]]:
+        found: list[dict[int, float]] = []
+        with DataLoader(url, map=user_functions.noisy, **given, **own) as loader:
+            if state is not None:
+                loader.load_state_dict(state)
+            for _ in range(epochs):
+                found.append({})
+                for batch in loader:
+                    pairs = zip(batch["row"].tolist(), batch["noise"].tolist(), strict=True)
+                    found[-1] |= dict(pairs)
+        return found
+
+    whole = noise(epochs=4)
+    for epoch, own in enumerate(whole):
+        expected = [
+            block_generator(3, shard, block, epoch).random(GROUP).tolist()
+            for shard, block in itertools.product(range(2), range(ROWS // GROUP))
+        ]
+        assert [own[row] for row in range(2 * ROWS)] == [*itertools.chain(*expected)]
+    ranks = [noise(epochs=3, dp_rank=rank, dp_size=2) for rank in range(2)]
+    assert [one | other for one, other in zip(*ranks, strict=True)] == whole[:3]
+    with DataLoader(url, map=user_functions.noisy, **given) as loader:
+        assert len(list(loader)) == 4
+        passed = iter(loader)
+        for _ in range(2):
+            next(passed)
+        state = loader.state_dict()
+    rest, following = noise(state, epochs=2)
+    assert 0 < len(rest) < 2 * ROWS
+    assert rest.items() <= whole[1].items()
+    assert following == whole[2]
+
+
+def test_what_cannot_be_drawn_in_each_epoch_is_refused(tmp_path: Path) -> None:
+    url, _ = written(tmp_path)
+    with pytest.raises(FunctionError, match="takes no argument 'generator', and per_epoch=True"):
+        next(iter(DataLoader(url, map=user_functions.twice, per_epoch=True)))
+    with pytest.raises(ConfigError, match="per_epoch=True without map="):
+        DataLoader(url, per_epoch=True)
+    others: list[dict[str, Any]] = [{"resizes": True}, {"pack": Pack("ids", 8)}]
+    for other in others:
+        with pytest.raises(ConfigError, match="per_epoch=True with resizes= or pack="):
+            DataLoader(url, map=user_functions.noisy, per_epoch=True, **other)
