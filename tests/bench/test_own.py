@@ -266,16 +266,10 @@ ID, TEXT, LABEL = (
     WorkloadColumn("label", ColumnType.FIXED, "int64"),
 )
 REAL = {
-    "parquet/shakespeare-zstd.parquet": ("text", 7222, [ID, TEXT, WorkloadColumn("tokens", ColumnType.RAGGED, "int32")]),
     "parquet/images-huggingface.parquet": ("images", 20, [WorkloadColumn("image_bytes", ColumnType.IMAGE), LABEL]),
     "huggingface-disk": ("images", 8, [WorkloadColumn("image_bytes", ColumnType.IMAGE), LABEL]),
-    "arrow/tokens-zstd.arrow": ("tokens", 4357, [WorkloadColumn("input_ids", ColumnType.FIXED, "int32", (256,))]),
-    "tfrecord/images-0000*.tfrecord": ("images", 40, [WorkloadColumn("image_encoded", ColumnType.IMAGE)]),
-    "tfrecord/images-gzip.tfrecord.gz": ("images", 8, [WorkloadColumn("image_encoded", ColumnType.IMAGE)]),
     "tfrecord/ragged.tfrecord": ("text", 1000, [ID, WorkloadColumn("score", ColumnType.FIXED, "float32")]),
     "webdataset/images-0000*.tar": ("images", 40, [WorkloadColumn("key", ColumnType.STRING), WorkloadColumn("jpg", ColumnType.IMAGE)]),
-    "webdataset/images-gz.tar.gz": ("images", 12, [WorkloadColumn("jpg", ColumnType.IMAGE), WorkloadColumn("txt", ColumnType.STRING)]),
-    "jsonl/shakespeare.jsonl": ("text", 7222, [ID, TEXT]),
     "jsonl/shakespeare.jsonl.gz": ("text", 7222, [ID, TEXT]),
 }  # fmt: skip
 

@@ -235,13 +235,11 @@ def test_the_error_has_the_end_of_a_loaders_output(trial):
     assert told.endswith("ValueError: not today")
 
 
-@pytest.mark.parametrize(
-    "does", ["hang in open", "hang, hear no signal in second batch", "hang in close"]
-)
+@pytest.mark.parametrize("does", ["hang in open", "hang, hear no signal in second batch"])
 def test_a_loader_that_hangs_is_ended_at_the_deadline(trial, does):
-    timing = dataclasses.replace(QUICK, timeout_s=4.0)
+    timing = dataclasses.replace(QUICK, timeout_s=2.0)
     told = failure(trial, does, mode=Mode.STEADY, timing=timing)
-    assert told.startswith("no answer within 4 s")
+    assert told.startswith("no answer within 2 s")
 
 
 def test_a_failing_rank_is_reported_at_once_by_name(trial):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
+import io
 import json
 import os
 import pty
@@ -90,17 +92,11 @@ async def join_one(coordinator, member="m-0"):
 
 
 async def dataplane(*arguments: str) -> tuple[int, str, str]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "dataplane",
-        *arguments,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    out, told = await process.communicate()
-    assert process.returncode is not None
-    return process.returncode, out.decode(), told.decode()
+    """Run a command in a thread: its exit status, and what it has written."""
+    out, told = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(told):
+        status = await asyncio.to_thread(run, arguments)
+    return status, out.getvalue(), told.getvalue()
 
 
 async def asked(*arguments: str) -> tuple[int, str, str]:
