@@ -74,9 +74,8 @@ _BY_ENDING: Final[dict[tuple[str, ...], tuple[str, str]]] = {
             'that ends a document, or format="tokens:uint16,length=1024" for rows of so many ids'
         ),
     ),
-    (".orc", ".avro", ".lance", ".vortex", ".rec", ".txt", ".txt.gz", ".xml"): (
-        "in an unsupported format", _CONVERT
-    ),
+    (".orc", ".avro", ".lance", ".vortex", ".rec", ".txt", ".txt.gz", ".xml",
+     ".array_record", ".arrayrecord"): ("in an unsupported format", _CONVERT),
 }  # fmt: skip
 _INDEXES: Final = {"index.json", "dataset_info.json", "state.json"}
 _NEIGHBOURS_MAX = 1000

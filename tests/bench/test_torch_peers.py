@@ -22,6 +22,7 @@ from dataplane_bench.model import (
 from dataplane_bench.peers import torch_streams
 from dataplane_bench.peers.base import adapter
 from dataplane_bench.peers.ffcv import Ffcv, _padded
+from dataplane_bench.peers.own_files import OwnFiles
 from dataplane_bench.peers.ray_data import RayData, _tensors
 from dataplane_bench.peers.rows import TableBatches
 from dataplane_bench.peers.samples import crop_box, padded
@@ -95,6 +96,30 @@ def epoch_of(task: TrialTask, number: int = 0):
 
 def truth(task: TrialTask) -> str:
     return summed((adapter("reference").open(task).epoch(0), task))
+
+
+def test_a_library_that_scans_or_takes_rows_delivers_each_shuffled_or_in_order(task):
+    def take(task):
+        table = pq.read_table(task.workload.source)
+        return lambda ids: TableBatches(task.workload.columns, 0)(table.take(ids))
+
+    def scan(folder):
+        return iter(pq.read_table(task.workload.source).to_batches(max_chunksize=29))
+
+    mine = OwnFiles("mine", "Mine", "pyarrow", (), "tokens", lambda *_: None, take, scan)
+    whole = Sum(task.workload)
+    for batch in adapter("reference").open(task).epoch(0):
+        whole.add(batch)
+    for settings in ({"scan": True, "num_workers": 0}, {"num_workers": 0}):
+        for in_order in (False, True):
+            case = dataclasses.replace(task.case, in_order=in_order)
+            loader = mine.open(dataclasses.replace(task, case=case, settings=settings))
+            read = Sum(task.workload)
+            for batch in loader.epoch(0):
+                read.add(batch)
+            loader.close()
+            assert read.digest == whole.digest
+            assert (read.facts() == whole.facts()) == in_order
 
 
 def ids_of(batches) -> list[int]:
