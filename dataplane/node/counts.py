@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -211,6 +212,26 @@ class DistinctValues(Struct, eq=False):
                 field="codes",
             )
         return merged
+
+
+def united(values: Mapping[str, Categories]) -> Categories:
+    """Return the values of the columns that come as codes, in all sources of a mixture together.
+
+    Raises:  ConfigError: the sources have a column in different types, or it has too many values.
+    """
+    first, *others = values
+    for name, column in itertools.product(others, values[first]):
+        kinds = values[first][column].type, values[name][column].type
+        if kinds[0] != kinds[1]:
+            raise ConfigError(
+                f"codes: column {column!r} is {kinds[0]} in source {first!r} and {kinds[1]} in "
+                f"{name!r}: write it with one type, or leave it out of codes=[…]",
+                field="codes",
+            )
+    distinct = {column: DistinctValues(column, own.type) for column, own in values[first].items()}
+    for column, own in itertools.product(distinct, values.values()):
+        distinct[column].add(own[column])
+    return {column: every.in_order() for column, every in distinct.items()}
 
 
 def stream_of(values: pa.Array) -> bytes:

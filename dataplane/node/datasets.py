@@ -8,6 +8,7 @@ keeps serving other trainers.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 import math
 import os
@@ -39,6 +40,7 @@ from dataplane.node.dataset import Dataset, can_pack, dataset_of
 from dataplane.node.job_columns import columns_of
 from dataplane.node.own_reads import Categories
 from dataplane.plan.changes import scheduled
+from dataplane.plan.columns import categories_to_bytes
 from dataplane.plan.counting import by_temperature, of_tokens, quantised
 from dataplane.plan.defaults import BlockSizes, mixed_lanes, source_window
 from dataplane.plan.manifest import Manifest
@@ -55,7 +57,7 @@ from dataplane.worker.limits import WorkerBytes
 
 _URLS_SHOWN_MAX = 16
 _Signed = tuple[str, ...]
-_PlanKey = tuple[JobSpec, _Signed, bool | None]
+_PlanKey = tuple[JobSpec, _Signed, bool | None, bytes]
 
 
 class Datasets:
@@ -116,7 +118,8 @@ class Datasets:
 
         Raises:  ConfigError: the columns are wrong.
         """
-        key = (spec, _signed(manifest), packed)
+        values = hashlib.blake2b(categories_to_bytes(categories)).digest() if categories else b""
+        key = (spec, _signed(manifest), packed, values)
         dataset = self._planned.get(key)
         if dataset is None:
             future = self._planning.get(key)
@@ -365,7 +368,7 @@ def check_columns(names: Sequence[str], datasets: Sequence[Dataset]) -> None:
     raise ConfigError(
         "the sources have different columns, and a batch has samples of several:\n"
         f"{_table(names, specs_of)}\nChoose columns that all have with columns=[…], or bring others"
-        " into one form",
+        " into one form, of one source with Source(…, map=f), of numbers with dtype={…}",
         field="columns",
     )
 

@@ -25,7 +25,7 @@ from dataplane.model.config import JobSpec, NodeConfig
 from dataplane.model.errors import ConfigError, DataplaneError, SpecMismatch, rebuild
 from dataplane.model.records import ColumnSpec, DatasetIdentity, MixUnit, View
 from dataplane.model.redact import unsigned
-from dataplane.node.counts import CategoryReader, PackCounter, PackedManifest
+from dataplane.node.counts import CategoryReader, PackCounter, PackedManifest, united
 from dataplane.node.dataset import Dataset
 from dataplane.node.datasets import (
     Datasets,
@@ -39,7 +39,7 @@ from dataplane.node.datasets import (
 )
 from dataplane.node.delivery import DeliveryArena
 from dataplane.node.engine import Engine
-from dataplane.node.own_reads import CollatedReader, FirstSource, MappedReader, OwnReads
+from dataplane.node.own_reads import Categories, CollatedReader, FirstSource, MappedReader, OwnReads
 from dataplane.node.shared_manifests import SharedManifests, Wanted
 from dataplane.plan.counting import SHARES_SUM
 from dataplane.plan.defaults import BlockSizes, Shuffle, shuffle_of
@@ -53,7 +53,6 @@ from dataplane.plan.views import identity_of, mixed_identity, rows_only, samples
 from dataplane.rpc import messages
 from dataplane.rpc.bounds import check_name
 from dataplane.scheduler import budgets
-from dataplane.transforms.codes import coded_columns
 from dataplane.transforms.columns import shown
 from dataplane.transforms.made_columns import CollatedColumns
 from dataplane.transforms.options import in_order
@@ -261,11 +260,6 @@ class DatasetOpener:
     async def _mixture(self, request: messages.OpenJob, digest: str) -> OpenedJob:
         assert request.mixture is not None
         check_mixture(request.mixture, request.spec.lanes)
-        if coded_columns(request.spec.column_options):
-            raise ConfigError(
-                "codes=[…] are numbered within one dataset, and this is a mixture: leave it out",
-                field="codes",
-            )
         opened = await self.manifests(request)
         requests = with_windows(request, [part.sizes for part in opened])
         specs = tuple(map(spec_of, opened, requests))
@@ -273,17 +267,23 @@ class DatasetOpener:
         pairs = list(zip(manifests, specs, strict=True))
         # Pack the blocks of all sources or of none: a slab cannot have rows of both kinds.
         sources, mapped, packed = request.mixture.sources, [], True
+        values, check = dict[str, Categories](), self.datasets.check
         for source, pair in zip(sources, pairs, strict=True):
             with _naming(source):
                 mapped.append(await self._mapped_reader.of_job(*pair))
                 packed = await self.datasets.can_pack(*pair, mapped[-1]) and packed
+                of_source = await self._category_reader.of_job(*pair, check, source.source.urls)
+                values[source.name] = of_source
         datasets = list[Dataset]()
+        categories = await asyncio.to_thread(united, values)
         try:
             for source, opened_source, pair, made in zip(
                 sources, opened, pairs, mapped, strict=True
             ):
                 with _naming(source):
-                    datasets.append(await self.datasets.open(*pair, {}, made, packed=packed))
+                    datasets.append(
+                        await self.datasets.open(*pair, categories, made, packed=packed)
+                    )
                 await self._inherit(opened_source, datasets[-1])
             check_columns([source.name for source in sources], datasets)
             identity = mixed_identity([part.identity for part in opened])
@@ -295,7 +295,7 @@ class DatasetOpener:
             counts = [manifest.sample_count for manifest in manifests]
             spec = await asyncio.to_thread(with_schedule, spec, counts)
             count = await asyncio.to_thread(sample_count_of, spec, manifests, 0)
-            first = FirstSource(manifests[0], specs[0], mapped[0], {})
+            first = FirstSource(manifests[0], specs[0], mapped[0], categories)
             dp_size = request.topology.dp_size
             collated = await self._collated_reader.of_job(spec, dp_size, first)
         except BaseException:

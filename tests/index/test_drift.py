@@ -80,6 +80,7 @@ def column(kind: pa.DataType, values: Sequence[Any]) -> pa.Array:
 READ = {
     "null": [(pa.null(), [None, None]), (pa.int64(), [5, None])],
     "texts": [(pa.string(), ["a", None]), (pa.large_string(), ["b", "c"])],
+    "views": [(pa.string_view(), ["a", None]), (pa.string(), ["é" * 20])],
     "dictionary": [(pa.dictionary(pa.int8(), pa.string()), ["a", "b"]), (pa.string(), ["b", "é"])],
     "int32 and int64": [(pa.int32(), [1, -1]), (pa.int64(), [1 << 60, None])],
     "signed and unsigned": [(pa.uint8(), [255, 0]), (pa.int8(), [-128, 127])],

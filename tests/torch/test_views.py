@@ -101,6 +101,34 @@ def test_codes_are_those_of_the_whole_dataset_whatever_the_view(tmp_path: Path) 
         assert next(iter(some))["kind"].tolist() == [2] * 10
 
 
+def test_codes_of_a_mixture_are_those_of_all_its_sources(tmp_path: Path) -> None:
+    for name, kinds in (("one", "ac"), ("two", "bcd")):
+        (tmp_path / name).mkdir()
+        rows = [{"id": i, "kind": kinds[i % len(kinds)]} for i in range(30)]
+        (tmp_path / name / "0.parquet").write_bytes(WRITERS["parquet"](rows))
+    one, two = (Source(tmp_path / name, weight=0.5) for name in ("one", "two"))
+    mixture = Mixture({"one": one, "two": two}, source_column="from")
+    with DataLoader(mixture, batch_size=12, codes=["kind"], shuffle=True) as loader:
+        values, count = loader.categories("kind"), 0
+        assert values == ("a", "b", "c", "d")
+        for batch in loader:
+            columns = (batch[name].tolist() for name in ("id", "kind", "from"))
+            for row, code, source in zip(*columns, strict=True):
+                kinds = ("ac", "bcd")[source]
+                assert values[code] == kinds[row % len(kinds)]
+                count += 1
+    assert count == 60
+    with DataLoader(str(tmp_path / "one"), batch_size=30, codes=["kind"]) as alone:
+        assert alone.categories("kind") == ("a", "c")
+        assert next(iter(alone))["kind"].tolist() == [0, 1] * 15
+    table = pa.table({"id": [1], "kind": [7]})
+    (tmp_path / "three").mkdir()
+    (tmp_path / "three" / "0.parquet").write_bytes(parquet_bytes(table, row_group_size=1))
+    mixture = Mixture({"one": one, "three": Source(tmp_path / "three", weight=0.5)})
+    with pytest.raises(ConfigError, match="is large_binary in source 'one' and int64 in 'three'"):
+        next(iter(DataLoader(mixture, batch_size=2, codes=["kind"])))
+
+
 def test_sources_of_a_mixture_have_views_of_their_own(tmp_path: Path) -> None:
     url = written(tmp_path / "d")
     sources = {
