@@ -22,7 +22,7 @@ from dataplane.base.machine import Machine, pwd_home, this_machine
 from dataplane.base.units import FILE_OR_NONE, SWITCH, WORDS, Setting, Value, fixed, raise_to
 from dataplane.model.config import NodeConfig
 from dataplane.model.errors import BudgetTooSmall, ConfigError
-from dataplane.rpc.address_kinds import ADDRESS, ADDRESS_OR_NONE, DATA_ADDRESS, METRICS_ADDRESS
+from dataplane.rpc.address import ADDRESS, ADDRESS_OR_NONE, DATA_ADDRESS, METRICS_ADDRESS
 
 # -- security settings -------------------------------------------------------------------------
 #

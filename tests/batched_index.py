@@ -18,7 +18,7 @@ from dataplane.model.records import ObjectInfo
 from dataplane.plan.manifest import Manifest
 from dataplane.rpc.fetches import StartFetching
 from dataplane.store.outage import Pauses
-from dataplane.worker.limits import WorkerBytes
+from dataplane.worker.death import WorkerBytes
 
 LIMIT = WorkerBytes(512 * MIB, 0)
 

@@ -36,7 +36,7 @@ from dataplane.model.config import PROTOCOL_VERSION
 from dataplane.model.errors import ConfigError, DataplaneError, PeerLost
 from dataplane.model.records import ColumnSpec, DatasetIdentity, Kind, Region
 from dataplane.plan.slices import Slice
-from dataplane.rpc import local, sockets
+from dataplane.rpc import local
 from dataplane.rpc.codec import encode
 from dataplane.rpc.messages import (
     Batch,
@@ -372,7 +372,7 @@ def open_job(**given: Any) -> OpenJob:
 @contextlib.contextmanager
 def serving(script: Script, name: str) -> Iterator[FakeNode]:
     """A fake node in a thread, under an abstract name."""
-    node = FakeNode(script, sockets.listen(name))
+    node = FakeNode(script, local.listen(name))
     thread = threading.Thread(target=node.run, name="fake-node")
     thread.start()
     try:

@@ -47,9 +47,9 @@ from warm import SERVICE, warm_python
 from dataplane.base.trace import LINES_A_MINUTE
 from dataplane.model.config import PROTOCOL_VERSION, VERSION
 from dataplane.model.errors import PeerLost
-from dataplane.neighbours.handshake import Opening
-from dataplane.neighbours.wire import pack
-from dataplane.rpc import convert, local, messages, names, sockets
+from dataplane.neighbours.wire import Opening, pack
+from dataplane.rpc import convert, local, messages
+from dataplane.rpc.address import served_name
 from dataplane.rpc.bounds import VALUES_MAX
 from dataplane.rpc.codec import encode
 from dataplane.rpc.services import coordinator_methods
@@ -77,7 +77,7 @@ def until(deadline: float) -> Iterator[int]:
 @contextlib.contextmanager
 def greeted(name: str) -> Iterator[socket.socket]:
     """A connection that has said Hello, and was welcomed."""
-    with sockets.connect(name, 5.0) as sock:
+    with local.connect(name, 5.0) as sock:
         local.send(sock, messages.ToNode(1, messages.Hello(VERSION, PROTOCOL_VERSION, os.getpid())))
         local.receive(sock, messages.FromNode)
         yield sock
@@ -146,7 +146,7 @@ def connects(name: str, _: str, deadline: float) -> None:
     while time.monotonic() < deadline:
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError, PeerLost):
             for n in range(20):
-                sock = stack.enter_context(sockets.connect(name, 1.0))
+                sock = stack.enter_context(local.connect(name, 1.0))
                 if n % 2:
                     sock.send(os.urandom(1000))
 
@@ -351,7 +351,7 @@ def packets(name: str, count: int, chance: random.Random) -> None:
     ]  # fmt: skip
     left = count
     while left > 0:
-        with contextlib.suppress(Exception), sockets.connect(name, 1.0) as sock:
+        with contextlib.suppress(Exception), local.connect(name, 1.0) as sock:
             hello = messages.Hello(VERSION, PROTOCOL_VERSION, os.getpid())
             local.send(sock, messages.ToNode(1, hello))
             for _ in range(20):
@@ -402,7 +402,7 @@ def fuzzed(count: int, seed: int = 1) -> str:
         listen = ("--listen", "127.0.0.1:0", "--data-listen", "127.0.0.1:0")
         with Service(*listen, environ=environ, log=log) as service:
             process = psutil.Process(service.process.pid)
-            name = names.served_name(os.getuid(), service.address)
+            name = served_name(os.getuid(), service.address)
             with Trainer(SimpleNamespace(name=name)) as trainer:  # its job starts the lender
                 trainer.open(_arrow(folder, 1000))
                 lends = data_address(process, service.address)

@@ -11,7 +11,7 @@ import pytest
 from oracles import packs
 from oracles.rows import NumpyRows
 
-from dataplane.worker import drawn_packs, gather, packing
+from dataplane.worker import gather, packing
 from dataplane.worker.columns import BlockColumns, RowIndex
 from dataplane.worker.rows import Rows
 
@@ -31,7 +31,7 @@ BOTH: tuple[Open, ...] = (Rows, NumpyRows)
 @contextmanager
 def rows_by(how: Open) -> Iterator[None]:
     """Slabs that are begun meanwhile take their rows from one of `BOTH`."""
-    write_packs = drawn_packs.write_packs if how is Rows else packs.write_packs
+    write_packs = packing.write_packs if how is Rows else packs.write_packs
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gather, "Rows", how)
         patch.setattr(packing, "Rows", how)

@@ -17,12 +17,12 @@ from dataplane.base.trace import Trace
 from dataplane.model.config import PeerTls
 from dataplane.model.errors import PeerLost
 from dataplane.model.records import BlockForm, Region
-from dataplane.neighbours import handshake, wire
+from dataplane.neighbours import wire
 from dataplane.neighbours.asking import Lines
+from dataplane.neighbours.connection import Limits
 from dataplane.neighbours.lender import Lender
-from dataplane.neighbours.limits import Limits
 from dataplane.neighbours.line_tls import LineTls
-from dataplane.rpc import lending, local, sockets
+from dataplane.rpc import lending, local
 from dataplane.security.admission import AdmissionRules
 
 ARENA_BYTES = 256 << 20
@@ -41,7 +41,7 @@ class Bench:
     """A lender of generation 2 of the job "job", whose node gives what it is asked for."""
 
     def __init__(self, limits: Limits = LIMITS, tls: PeerTls | None = None) -> None:
-        self.sock, theirs = sockets.pair()
+        self.sock, theirs = local.pair()
         self.sock.settimeout(TIMEOUT_S)
         self.arena = Arena.create("lent", ARENA_BYTES)
         self.arena.reserve(0, OF_NEIGHBOUR)
@@ -96,10 +96,10 @@ class Bench:
         sock = self.connect(host)
         if self.tls is not None:
             sock = self.inside_tls(sock, self.tls)
-        opening = wire.pack(handshake.Opening("job", 2, asker, "lender", secrets.token_bytes(32)))
+        opening = wire.pack(wire.Opening("job", 2, asker, "lender", secrets.token_bytes(32)))
         sock.sendall(opening)
         challenge = frame(sock)
-        sock.sendall(handshake.answer_challenge(KEY, opening, challenge))
+        sock.sendall(wire.answer_challenge(KEY, opening, challenge))
         return sock
 
     def ask(self, sock: socket.socket, length: int, number: int = 1) -> lending.Asked:
@@ -165,12 +165,12 @@ def bench(run_mark: str, caplog: pytest.LogCaptureFixture) -> Iterator[Bench]:
 
 
 def opening(job: str = "job", generation: int = 2, lender: str = "lender") -> bytes:
-    return wire.pack(handshake.Opening(job, generation, "asker", lender, secrets.token_bytes(32)))
+    return wire.pack(wire.Opening(job, generation, "asker", lender, secrets.token_bytes(32)))
 
 
 def wrong_proof(sock: socket.socket, key: bytes, opened: bytes) -> None:
     sock.sendall(opened)
     # Made as by somebody who does not look whether the lender has the key.
-    nonce = wire.unpack(handshake.Challenge, frame(sock)).nonce
-    own = handshake.pack_challenge(key, opened, nonce)
-    sock.sendall(handshake.answer_challenge(key, opened, own))
+    nonce = wire.unpack(wire.Challenge, frame(sock)).nonce
+    own = wire.pack_challenge(key, opened, nonce)
+    sock.sendall(wire.answer_challenge(key, opened, own))

@@ -23,7 +23,7 @@ from dataplane.arena.memfd import Arena
 from dataplane.model.config import PROTOCOL_VERSION, VERSION
 from dataplane.model.errors import DataplaneError
 from dataplane.model.records import Topology
-from dataplane.rpc import local, messages, sockets
+from dataplane.rpc import local, messages
 from dataplane.rpc.codec import decode
 
 Batches = list[list[list[Any]]]
@@ -40,7 +40,7 @@ class Node:
             name if name.isupper() else f"DATAPLANE_{name.upper()}": str(value)
             for name, value in own.items()
         }
-        listener = sockets.listen(self.name)
+        listener = local.listen(self.name)
         self.errors = folder / "node.log"
         with self.errors.open("ab") as log:
             self.process = WARM_SERVICES[0].run_module(
@@ -74,7 +74,7 @@ class Trainer:
     """One connection to a node."""
 
     def __init__(self, node: Node, *, greet: bool = True) -> None:
-        self.sock = sockets.connect(node.name, ANSWER_S)
+        self.sock = local.connect(node.name, ANSWER_S)
         self.arenas: dict[str, Arena] = {}
         self.columns: dict[str, tuple[Any, ...]] = {}
         self._asked = 0
@@ -169,7 +169,7 @@ class Trainer:
 
 
 def raw_socket(node: Node) -> socket.socket:
-    return sockets.connect(node.name, ANSWER_S)
+    return local.connect(node.name, ANSWER_S)
 
 
 ROWS = 90

@@ -24,7 +24,7 @@ from dataplane.arena.slots import plan_slots
 from dataplane.model.config import JobSpec
 from dataplane.model.errors import DataplaneError
 from dataplane.model.records import Region, Stream
-from dataplane.neighbours.limits import InFlight, Limits
+from dataplane.neighbours.connection import InFlight, Limits
 from dataplane.plan.cluster import Owners, Weighed
 from dataplane.plan.order import Order
 from dataplane.rpc import messages, tasks

@@ -17,7 +17,8 @@ from dataplane.coordinator.front import CoordinatorConfig
 from dataplane.coordinator.server import CoordinatorServer
 from dataplane.model.config import VERSION
 from dataplane.node.server import run_node
-from dataplane.rpc import names, sockets
+from dataplane.rpc import local
+from dataplane.rpc.address import served_name
 from dataplane.rpc.calls import CoordinatorClient
 from dataplane.rpc.membership import StatusRequest
 from dataplane.security.node_identity import own_identity
@@ -68,7 +69,7 @@ def service_here(head: Security, node: Security, lease_s: float = 2.0) -> Iterat
         client = CoordinatorClient(address, node, identity=identity)
         config = structs.replace(default_node_config(), coordinator=address)
         try:
-            with sockets.listen(names.served_name(os.getuid(), address)) as listener:
+            with local.listen(served_name(os.getuid(), address)) as listener:
                 made = ServiceHere(loop, address, server)
                 await run_node(
                     config, listener, client, identity.node_id, ending,

@@ -16,7 +16,7 @@ from lender_bench import frame
 from dataplane.arena.memfd import Arena
 from dataplane.model.config import PeerTls
 from dataplane.model.records import Region
-from dataplane.neighbours import handshake, wire
+from dataplane.neighbours import wire
 from dataplane.rpc import fetches, lending
 
 MADE, READ = 7, 9
@@ -148,7 +148,7 @@ def false_maker(
 
     def serve(sock: socket.socket) -> None:
         with suppress(OSError):
-            sock.sendall(handshake.pack_challenge(key, frame(sock), os.urandom(32)))
+            sock.sendall(wire.pack_challenge(key, frame(sock), os.urandom(32)))
             frame(sock)  # the proof
             while request := frame(sock):
                 behave(sock, wire.unpack_request(request))

@@ -9,20 +9,18 @@ from __future__ import annotations
 import os
 import socket
 import time
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from msgspec import Struct, field
 
 from dataplane.client.launch import BegunNode, node_command, start_node
+from dataplane.client.waiting import Notice
+from dataplane.client.wire import NoAnswer, Wire, hello, welcomed, wire_of
 from dataplane.model.config import VERSION
 from dataplane.model.errors import DataplaneError, PeerLost
-from dataplane.rpc import names, sockets
-from dataplane.rpc.messages import DatasetSource
-
-if TYPE_CHECKING:
-    from dataplane.client.waiting import Notice
-    from dataplane.client.wire import Wire
-    from dataplane.rpc.messages import Welcome
+from dataplane.rpc import local
+from dataplane.rpc.address import embedded_name, served_name
+from dataplane.rpc.messages import DatasetSource, Welcome
 
 START_TIMEOUT_S = 60.0
 
@@ -84,7 +82,7 @@ class Embedded(Struct, frozen=True):
         not answer; or another process has the name but is exiting or not listening yet.
         """
         try:
-            sock = sockets.connect(self.name, _left(deadline))
+            sock = local.connect(self.name, _left(deadline))
         except PeerLost as error:
             try:
                 begun = self._started(deadline, source)
@@ -114,19 +112,19 @@ class Embedded(Struct, frozen=True):
 
         Raises:  FileExistsError: the name is taken.  ConfigError: no node can be started.
         """
-        listener = sockets.listen(self.name)
+        listener = local.listen(self.name)
         try:
             # Connect before the child is started, so that the kernel ends this process's waiting
             # calls if the child ends.
-            sock = sockets.connect(self.name, _left(deadline))
+            wire = wire_of(local.connect(self.name, _left(deadline)), self.name)
             try:
                 node = start_node(listener, self.command, source)
             except BaseException:
-                sock.close()
+                wire.close()
                 raise
         finally:
             listener.close()
-        return BegunNode(sock, node, self.name)
+        return BegunNode(wire, node, self.name)
 
 
 class Served(Struct, frozen=True):
@@ -159,7 +157,7 @@ class Served(Struct, frozen=True):
 
         Raises:  PeerLost: no node serves here.
         """
-        sock = sockets.connect(self.name, _left(deadline))
+        sock = local.connect(self.name, _left(deadline))
         return _welcomed(sock, deadline, self.name, notice)
 
     def given_up(self, waited_s: float, error: PeerLost) -> PeerLost:
@@ -179,16 +177,13 @@ def find_endpoint(service: str | None, run: str) -> Endpoint:
     Raises:  ConfigError: `service` is not an address.
     """
     if service:
-        return Served(service, names.served_name(os.getuid(), service))
-    return Embedded(names.embedded_name(os.getuid(), VERSION, run))
+        return Served(service, served_name(os.getuid(), service))
+    return Embedded(embedded_name(os.getuid(), VERSION, run))
 
 
 def _welcomed(
     sock: socket.socket, deadline: float, name: str, notice: Notice
 ) -> tuple[Wire, Welcome]:
-    # Import late, so that this module can start a node without waiting for these imports.
-    from dataplane.client.wire import NoAnswer, hello, welcomed, wire_of
-
     wire = wire_of(sock, name)
     try:
         request_id = hello(wire, deadline)

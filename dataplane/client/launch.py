@@ -17,22 +17,17 @@ import threading
 import time
 import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import Struct
 
 from dataplane.base import bytecode
 from dataplane.base.units import IMPORT_PATH_VARIABLE
+from dataplane.client.waiting import Notice
+from dataplane.client.wire import Wire, hello, welcomed
 from dataplane.model.errors import ConfigError, DataplaneError, PeerLost
-from dataplane.rpc.messages import DatasetSource
+from dataplane.rpc.messages import DatasetSource, Welcome
 from dataplane.settings import cache_dir
-
-if TYPE_CHECKING:
-    from dataplane.client.waiting import Notice
-    from dataplane.client.wire import Wire
-    from dataplane.rpc.messages import Welcome
-
 
 _TAIL_BYTES = 4096
 _EXIT_WAIT_S = 5.0
@@ -198,7 +193,7 @@ def _our_stderr() -> int:
 #
 # A node takes a while to start, and to list and index a dataset; meanwhile, a training script makes
 # its model. The script does not wait for the node, and the node's errors are raised when the loader
-# is used. `wire` is imported only after the node was started, since the import takes time.
+# is used.
 #
 # Invariants:
 # 1. The node lives as long as `BegunNode` holds its connection, or as the node has other trainers.
@@ -208,25 +203,17 @@ _GREET_S = 5.0
 
 
 class BegunNode:
-    """A started node, and the first connection with it. Used by one thread at a time."""
+    """A started node, and the first connection with it, over which Hello was sent. Used by one
+    thread at a time.
+    """
 
-    def __init__(self, sock: socket.socket, node: NodeProcess, name: str) -> None:
-        self._sock: socket.socket | None = sock
+    def __init__(self, wire: Wire, node: NodeProcess, name: str) -> None:
+        self._wire: Wire | None = wire
         self._node, self._name = node, name
-        self._wire: Wire | None = None
         self._hello = 0
-        self._pid = os.getpid()
-        _all.add(self)
-
-    def greet(self) -> None:
-        """Send Hello, so that the node knows of a trainer. Do not wait for the answer."""
-        from dataplane.client.wire import hello, wire_of
-
-        sock, self._sock = self._sock, None
-        assert sock is not None
-        self._wire = wire_of(sock, self._name)
         with contextlib.suppress(DataplaneError, TimeoutError):  # `welcomed` raises again
-            self._hello = hello(self._wire, time.monotonic() + _GREET_S)
+            self._hello = hello(wire, time.monotonic() + _GREET_S)
+        _all.add(self)
 
     def welcomed(self, deadline: float, notice: Notice) -> tuple[Wire, Welcome]:
         """Return the connection when the node has answered. Call this only once: the caller then
@@ -235,10 +222,6 @@ class BegunNode:
         Raises:  PeerLost: the node ended during its start, with its last output, or does not
         answer.  ConfigError: its settings are wrong.  VersionMismatch.
         """
-        from dataplane.client.wire import welcomed
-
-        if self._wire is None:
-            self.greet()
         wire, self._wire = self._wire, None
         assert wire is not None
         try:
@@ -255,26 +238,17 @@ class BegunNode:
         """Close the connection, which ends the node if it has no other trainers. May be called
         twice.
         """
-        if os.getpid() != self._pid:
-            return
         wire, self._wire = self._wire, None
-        sock, self._sock = self._sock, None
         if wire is not None:
             wire.close()
-        if sock is not None:
-            sock.close()
-        if wire is not None or sock is not None:
             self._node.close()
 
     def abandon(self) -> None:
         """Drop the connection in a forked child, since it belongs to the parent."""
-        if self._wire is not None:
-            self._wire.abandon()
-        if self._sock is not None:
-            self._sock.close()
-        if self._wire is not None or self._sock is not None:
+        wire, self._wire = self._wire, None
+        if wire is not None:
+            wire.abandon()
             self._node.close()
-        self._wire = self._sock = None
 
 
 _all: weakref.WeakSet[BegunNode] = weakref.WeakSet()

@@ -81,8 +81,6 @@ class Session:
         begun: BegunNode | None = None,
     ) -> None:
         self.endpoint, self.request, self._begun = endpoint, request, begun
-        if begun is not None:
-            begun.greet()
         self._pinning, self._warns = pinning or NoDevice(), warns
         self._stall_timeout_s, self._open_timeout_s = stall_timeout_s, open_timeout_s
         self._mount: Mount | None = None

@@ -13,10 +13,10 @@ import msgspec
 from msgspec import Struct, structs
 
 from dataplane.client.state import RowsDigest, RunState
+from dataplane.model.changes import first_counted
 from dataplane.model.config import Fact, JobSpec, MixtureSpec, SourceSpec, Stage
 from dataplane.model.errors import ConfigError
 from dataplane.model.records import ColumnOptions, MixHistory, View
-from dataplane.model.stages import first_counted
 from dataplane.model.typed import complete
 from dataplane.rpc.messages import JobOpened
 

@@ -28,7 +28,7 @@ from collections.abc import Callable
 from dataplane.client.waiting import Notice
 from dataplane.model.config import PROTOCOL_VERSION, VERSION
 from dataplane.model.errors import ConfigError, DataplaneError, PeerLost, VersionMismatch
-from dataplane.rpc import local, sockets
+from dataplane.rpc import local
 from dataplane.rpc.messages import (
     FromNode,
     FromNodeBody,
@@ -361,7 +361,7 @@ def wire_of(sock: socket.socket, name: str) -> Wire:
     Raises:  ConfigError: a process of another user listens there.
     """
     wire = Wire(sock)
-    _, uid, _ = sockets.peer_credentials(sock)
+    _, uid, _ = local.peer_credentials(sock)
     if uid != os.getuid():
         wire.close()
         raise ConfigError(

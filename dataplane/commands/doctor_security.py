@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 from dataplane.commands.doctor_checks import Check
 from dataplane.commands.options import Settings, security_given
 from dataplane.model.errors import ConfigError
-from dataplane.rpc.address import TcpAddress, UnixAddress, is_this_host, parse
-from dataplane.rpc.address_kinds import NO_NEIGHBOURS
-from dataplane.security import neighbour_keys, private_file
+from dataplane.rpc.address import NO_NEIGHBOURS, TcpAddress, UnixAddress, is_this_host, parse
+from dataplane.security import node_identity, private_file
 from dataplane.security.jwts import INSTALL, outline
 from dataplane.security.security import Security
 from dataplane.security.tls import Pems
@@ -50,7 +49,7 @@ def checks(settings: Settings) -> list[Check]:
         _neighbours(
             security, str(values["data_listen"]), peer_tls=bool(values["peer_tls"]), is_far=is_far
         ),
-        _neighbour_keys(Path(str(values["state_dir"]), neighbour_keys.OWN_NAME)),
+        _neighbour_keys(Path(str(values["state_dir"]), node_identity.OWN_NAME)),
         *_certificates(security),
         *_key(security),
         _peers(security, is_open=is_open),

@@ -32,7 +32,7 @@ def own_session(request: OpenJob, settings: Settings, cache_dir: str = "") -> Se
     from dataplane.client.launch import node_command
     from dataplane.client.session import Session
     from dataplane.model.config import VERSION
-    from dataplane.rpc import names
+    from dataplane.rpc.address import embedded_name
 
     given = [
         f"{resolved.setting.variable}={resolved.value}"
@@ -41,7 +41,7 @@ def own_session(request: OpenJob, settings: Settings, cache_dir: str = "") -> Se
     ]
     if cache_dir:
         given.append(f"DATAPLANE_CACHE_DIR={cache_dir}")
-    name = names.embedded_name(os.getuid(), VERSION, f"command {secrets.token_hex(16)}")
+    name = embedded_name(os.getuid(), VERSION, f"command {secrets.token_hex(16)}")
     node = Embedded(name, ("env", *given, "DATAPLANE_LINGER_S=100ms", *node_command()))
     return Session(node, request, open_timeout_s=_OPEN_TIMEOUT_S, warns=False)
 

@@ -30,6 +30,7 @@ from dataplane.commands.supervision import Notices, exit_status, handled_signals
 from dataplane.model.config import VERSION, NodeConfig
 from dataplane.model.errors import ConfigError, DataplaneError
 from dataplane.rpc import address
+from dataplane.rpc.address import served_name
 from dataplane.rpc.base import Coordination
 from dataplane.security.environment import hide_secrets
 from dataplane.settings import check_variables, node_config
@@ -248,7 +249,7 @@ async def _coordination(
     from dataplane.coordinator.front import CoordinatorConfig
     from dataplane.coordinator.server import CoordinatorServer
     from dataplane.rpc.calls import CoordinatorClient
-    from dataplane.security import neighbour_keys
+    from dataplane.security import node_identity
 
     if not service.listen:
         assert service.node is not None
@@ -263,7 +264,7 @@ async def _coordination(
         VERSION,
         str(service.database),
         service.lease_s,
-        key_file=str(service.database.with_name(neighbour_keys.OWN_NAME)),
+        key_file=str(service.database.with_name(node_identity.OWN_NAME)),
     )
     server = CoordinatorServer(config, service.listen, service.security)
     listening = await server.start()
@@ -313,16 +314,16 @@ async def _run_node(
     show: Show,
 ) -> None:
     from dataplane.node.server import run_node
-    from dataplane.rpc import names, sockets
+    from dataplane.rpc import local
 
     # Import this now rather than when a trainer waits for its first dataset.
     from dataplane.store import obstore_store  # noqa: F401
 
     config, named = service.node, service.named or joined
     assert config is not None
-    name = names.served_name(os.getuid(), named)
+    name = served_name(os.getuid(), named)
     try:
-        listener = sockets.listen(name)
+        listener = local.listen(name)
     except FileExistsError as error:
         raise _taken(name, named) from error
     with listener:
@@ -335,9 +336,9 @@ async def _run_node(
 
 def _taken(name: str, named: str) -> ConfigError:
     """Return the error for a socket name that is taken, which says whose process has it."""
-    from dataplane.rpc import sockets
+    from dataplane.rpc import local
 
-    holder, own = sockets.holder_of(name), os.getuid()
+    holder, own = local.holder_of(name), os.getuid()
     if holder is None:
         words = (
             f"a process that takes no connections has the socket name @{name}, by which trainers "

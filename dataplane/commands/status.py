@@ -136,10 +136,11 @@ def _probe(service: str) -> int:
     Raises:  PeerLost: the node does not answer.  VersionMismatch.
     """
     from dataplane.model.config import PROTOCOL_VERSION, VERSION
-    from dataplane.rpc import local, messages, names, sockets
+    from dataplane.rpc import local, messages
+    from dataplane.rpc.address import served_name
 
-    name = names.served_name(os.getuid(), service)
-    with sockets.connect(name, PROBE_S) as sock:
+    name = served_name(os.getuid(), service)
+    with local.connect(name, PROBE_S) as sock:
         hello = messages.Hello(VERSION, PROTOCOL_VERSION, os.getpid())
         try:
             local.send(sock, messages.ToNode(1, hello))

@@ -48,7 +48,7 @@ from dataplane.rpc.membership import (
 from dataplane.rpc.sharing import ShareManifestRequest, ShareManifestResponse
 
 if TYPE_CHECKING:
-    from dataplane.security.neighbour_keys import NeighbourKeys
+    from dataplane.security.node_identity import NeighbourKeys
 
 
 _trace, _audit = Trace("coordinator"), Trace("security")
@@ -186,7 +186,7 @@ class KeyedNodes:
     def key(self, job_id: str, generation: int, only_under: tuple[str, ...] = ()) -> bytes:
         """Return the key; see `NeighbourKeys.key`."""
         if self._keys is None:
-            from dataplane.security.neighbour_keys import own_keys
+            from dataplane.security.node_identity import own_keys
 
             self._keys = own_keys()
         return self._keys.key(job_id, generation, only_under)
@@ -248,7 +248,7 @@ class Coordinator:
         """
         keys = None
         if self.config.key_file:
-            from dataplane.security.neighbour_keys import keys_in
+            from dataplane.security.node_identity import keys_in
 
             keys = await asyncio.to_thread(keys_in, Path(self.config.key_file))
         self._keyed = KeyedNodes(keys)

@@ -41,9 +41,7 @@ from dataplane.arena.memfd import Arena
 from dataplane.base.machine import collect_rarely
 from dataplane.base.trace import configure, tell_suppressed
 from dataplane.fetcher.disk import Disk
-from dataplane.fetcher.hedging import Hedging
-from dataplane.fetcher.limits import READS_MAX
-from dataplane.fetcher.neighbours import NeighbourReads
+from dataplane.fetcher.neighbours import Hedging, NeighbourReads
 from dataplane.fetcher.slabs import MadeSlabs
 from dataplane.model.config import PeerTls
 from dataplane.model.errors import (
@@ -57,6 +55,7 @@ from dataplane.model.records import BlockForm, StorePause
 from dataplane.neighbours.line_tls import LineTls
 from dataplane.neighbours.wire import GIVEN_WHOLE, NOT_GIVEN
 from dataplane.rpc import fetches, local, tasks
+from dataplane.rpc.fetches import READS_MAX
 
 # Import obstore here, so that the fork server imports it once for all fetchers.
 from dataplane.store import obstore_store  # noqa: F401

@@ -21,13 +21,12 @@ from msgspec.structs import replace
 
 from dataplane.arena.memfd import BorrowedArenas
 from dataplane.base.trace import Trace
-from dataplane.fetcher.limits import SLABS_MAX
 from dataplane.model.errors import ClosedError, DataplaneError, NeighbourGone
 from dataplane.neighbours.asking import Lines, Place, SlabAsk
 from dataplane.neighbours.line_tls import LineTls
 from dataplane.neighbours.wire import Answer, Outcome
 from dataplane.rpc import fetches
-from dataplane.rpc.fetches import ReadSlab, SlabRead
+from dataplane.rpc.fetches import SLABS_MAX, ReadSlab, SlabRead
 from dataplane.store.reads import Race
 
 _trace = Trace("fetcher")

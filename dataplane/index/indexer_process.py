@@ -25,7 +25,7 @@ from dataplane.base.machine import OwnTime, kill_count_for_memory
 from dataplane.base.trace import Trace
 from dataplane.index.run import StoredShard
 from dataplane.model.errors import ClosedError, DataplaneError, PeerLost
-from dataplane.rpc import local, sockets, tasks
+from dataplane.rpc import local, tasks
 from dataplane.worker.death import Cause, ProcessEnd, end_of
 from dataplane.worker.forking import fork_server
 from dataplane.worker.indexing import PART_BYTES
@@ -54,7 +54,7 @@ class Child:
         lost: Callable[[int, str, bool], None],
     ) -> None:
         self._envelope, self._hear, self._lost = envelope, hear, lost
-        self._sock, theirs = sockets.pair()
+        self._sock, theirs = local.pair()
         self._stderr = os.memfd_create(f"dataplane-{role}", os.MFD_CLOEXEC)
         try:
             with theirs:

@@ -40,10 +40,9 @@ from dataplane.plan.manifest import Int64
 from dataplane.rpc import fetches, tasks
 from dataplane.store.outage import Pauses
 from dataplane.store.urls import local_path, prefixes_of
-from dataplane.worker.death import ProcessEnd, WorkerPlace, blame
+from dataplane.worker.death import ProcessEnd, WorkerBytes, WorkerPlace, blame
 from dataplane.worker.forking import fork_server
 from dataplane.worker.indexing import first_reads
-from dataplane.worker.limits import WorkerBytes
 
 _PROCESSES_MAX = 4
 _TASKS_BEFORE_NEXT = 2

@@ -49,9 +49,9 @@ from dataplane.rpc.address import (
     resolve,
 )
 from dataplane.security.admission import Admission, AdmissionRules
-from dataplane.security.calls import READERS, WrongTokenError
 from dataplane.security.security import AUTHORIZATION, BEARER, Security
 from dataplane.security.tls import Certificates, load_cert_chain
+from dataplane.security.tokens import READERS, WrongTokenError
 
 _trace = Trace("metrics")
 _audit = Trace("security")

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct, structs
 
-from dataplane.model.config import JobSpec
+from dataplane.model.config import JobSpec, Stage
 from dataplane.model.errors import ConfigError
 from dataplane.model.ledger import LedgerEntry, LedgerPosition, canonical
 from dataplane.model.records import DatasetIdentity, End, MixHistory, ShareChange, Unsigned
@@ -505,3 +505,19 @@ def _damaged(entry: LedgerEntry) -> ConfigError:
         "`dataplane ledger verify` to check all entries",
         field="entries",
     )
+
+
+# -- former stages ---------------------------------------------------------------------------------
+
+
+def first_counted(stages: Sequence[Stage]) -> int:
+    """Return the number of the first stage whose samples the next epoch of a run leaves out; the
+    number of stages if there is none. A stage that ended within its first epoch goes on with what
+    the stage before it had left.
+    """
+    begin = len(stages)
+    for number, stage in enumerate(stages):
+        goes_on = begin < number and stage.epoch == stages[number - 1].next_epoch
+        start = begin if goes_on else number
+        begin = start if stage.unread and (stage.cursor or goes_on) else len(stages)
+    return begin

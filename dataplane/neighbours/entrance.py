@@ -12,11 +12,10 @@ from collections.abc import Iterator
 
 from dataplane.base.trace import Trace
 from dataplane.model.errors import ConfigError
-from dataplane.neighbours import handshake
+from dataplane.neighbours import wire
 from dataplane.neighbours.connection import Connection, LoanStage
-from dataplane.neighbours.handshake import ONE_SIDE, TLS_HELLO
 from dataplane.neighbours.line_tls import LineTls
-from dataplane.neighbours.wire import MAGIC, WrongFrameError
+from dataplane.neighbours.wire import MAGIC, ONE_SIDE, TLS_HELLO, WrongFrameError
 from dataplane.rpc.address import network_of
 from dataplane.rpc.lending import LendingKeys
 
@@ -167,27 +166,27 @@ class Keys:
             if len(self._left) > _LEFT_MAX:
                 del self._left[next(iter(self._left))]
 
-    def are_of(self, opening: handshake.Opening) -> bool:
+    def are_of(self, opening: wire.Opening) -> bool:
         """Return whether the opening's generation is the newest of its job."""
         key = self._keys.get(opening.job_id)
         return key is not None and key.generation == opening.generation
 
     def challenge(self, connection: Connection, frame: bytes) -> bytes:
         """Return the answer to an opening.   Raises:  WrongFrameError."""
-        opening = connection.opening = handshake.unpack_opening(frame)
-        connection.frame, connection.nonce = frame, secrets.token_bytes(handshake.NONCE_BYTES)
+        opening = connection.opening = wire.unpack_opening(frame)
+        connection.frame, connection.nonce = frame, secrets.token_bytes(wire.NONCE_BYTES)
         connection.stage = LoanStage.PROOF
-        return handshake.pack_challenge(self._key(opening).key, frame, connection.nonce)
+        return wire.pack_challenge(self._key(opening).key, frame, connection.nonce)
 
     def check(self, connection: Connection, frame: bytes) -> None:
         """Check the proof of a connection.   Raises:  WrongFrameError: the proof is wrong."""
         assert connection.opening is not None
         key = self._key(connection.opening)
-        handshake.check_proof(key.key, connection.frame, connection.nonce, frame)
+        wire.check_proof(key.key, connection.frame, connection.nonce, frame)
         connection.frame = connection.nonce = b""
         connection.only_under = key.only_under
 
-    def _key(self, opening: handshake.Opening) -> LendingKeys:
+    def _key(self, opening: wire.Opening) -> LendingKeys:
         if opening.lender_id != self._node_id:
             raise WrongFrameError("it asks for another node")
         key = self._keys.get(opening.job_id)

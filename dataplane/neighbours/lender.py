@@ -38,12 +38,18 @@ from dataplane.base.trace import configure, tell_suppressed
 from dataplane.model.errors import ClosedError, PeerLost
 from dataplane.model.records import BlockForm
 from dataplane.neighbours import entrance, wire
-from dataplane.neighbours.connection import Connection, LoanStage
+from dataplane.neighbours.connection import (
+    BodyBytes,
+    Connection,
+    InFlight,
+    Limits,
+    LoanStage,
+    SentPayload,
+    fits,
+)
 from dataplane.neighbours.entrance import Entrance, Keys, LeftJobError
-from dataplane.neighbours.handshake import ONE_SIDE, TLS_ALERT
-from dataplane.neighbours.limits import BodyBytes, InFlight, Limits
 from dataplane.neighbours.line_tls import LineTls
-from dataplane.neighbours.payload import SentPayload, fits
+from dataplane.neighbours.wire import ONE_SIDE, TLS_ALERT
 from dataplane.rpc import lending, local, tasks
 from dataplane.security.admission import Admission, Reason
 

@@ -1,4 +1,4 @@
-"""TLS for data connections (the setting `peer_tls`), around the handshake of handshake.py and all
+"""TLS for data connections (the setting `peer_tls`), around the handshake of wire.py and all
 later messages.
 
 TLS proves that both sides have a certificate of the CA and, with `peers`, that the certificate is
@@ -20,8 +20,7 @@ from msgspec import Struct
 
 from dataplane.model.config import PeerTls
 from dataplane.model.errors import ConfigError
-from dataplane.neighbours.handshake import ONE_SIDE
-from dataplane.neighbours.wire import WrongFrameError
+from dataplane.neighbours.wire import ONE_SIDE, WrongFrameError
 from dataplane.security.tls import Certificates, Pems, TlsFiles, is_any_of, load_cert_chain
 
 LINE_BYTES_MAX = 256 << 30

@@ -51,7 +51,7 @@ from dataplane.transforms.leaves import canonical_type
 from dataplane.transforms.options import only, to_find_values
 from dataplane.transforms.packing import PACKING, delivered_columns
 from dataplane.worker.block_mapping import COUNTED_ROWS
-from dataplane.worker.limits import WorkerBytes
+from dataplane.worker.death import WorkerBytes
 
 VALUES_MAX = 1 << 20
 BYTES_MAX = 16 << 20

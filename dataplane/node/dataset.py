@@ -46,8 +46,7 @@ from dataplane.transforms.restart_indexes import restart_index_bytes
 from dataplane.transforms.row_filter import reads_columns
 from dataplane.worker.block_mapping import COUNTED_ROWS, FOUND_COLUMNS
 from dataplane.worker.columns import Ints, RowLayout, offset_bytes
-from dataplane.worker.death import WorkerPlace
-from dataplane.worker.limits import WorkerBytes
+from dataplane.worker.death import WorkerBytes, WorkerPlace
 from dataplane.worker.stacking import StackedPlan
 
 # Blocks that could be used in place, without arena memory, are packed only if the packed blocks of

@@ -53,7 +53,7 @@ from dataplane.transforms.lists import check_lists
 from dataplane.transforms.made_columns import MappedColumns
 from dataplane.transforms.nulls import check_fills, check_nulls
 from dataplane.transforms.packing import delivered_columns
-from dataplane.worker.limits import WorkerBytes
+from dataplane.worker.death import WorkerBytes
 
 _URLS_SHOWN_MAX = 16
 _Signed = tuple[str, ...]

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 from dataplane.base.machine import connections_max
 from dataplane.base.trace import Trace, tell_suppressed
 from dataplane.model.errors import ConfigError
-from dataplane.rpc import sockets
+from dataplane.rpc import local
 from dataplane.security.admission import Admission, AdmissionRules
 
 _HELLO_S = 15.0
@@ -133,7 +133,7 @@ class Door:
         except OSError as error:
             self._pause(error)
             return
-        pid, uid, _ = sockets.peer_credentials(sock)
+        pid, uid, _ = local.peer_credentials(sock)
         why = "another user" if uid != os.getuid() else ""
         if not why and self._admission.has_enough_silent(pid):
             why = f"{_SILENT_MAX} other connections of this process have sent nothing yet"

@@ -33,11 +33,11 @@ from msgspec.structs import replace
 from dataplane.arena.memfd import Arena
 from dataplane.base.meters import StoreMeters
 from dataplane.base.trace import Trace
-from dataplane.fetcher.limits import READS_MAX, SLABS_MAX
 from dataplane.model.errors import ClosedError, DataplaneError, NeighbourGone, PeerLost, StoreError
 from dataplane.model.records import StorePause
 from dataplane.node.stored import CacheFolder
 from dataplane.rpc import fetches, local
+from dataplane.rpc.fetches import READS_MAX, SLABS_MAX
 from dataplane.rpc.membership import NodeReads
 from dataplane.scheduler.autoscaler import FetcherCount, FetchLook
 from dataplane.store.outage import Outage, Outages, Pauses

@@ -19,11 +19,12 @@ from dataplane.base.trace import Trace
 from dataplane.model.config import PeerTls
 from dataplane.model.errors import ConfigError, DataplaneError, PeerLost
 from dataplane.model.records import Region
-from dataplane.neighbours.handshake import KEY_BYTES
+from dataplane.neighbours.wire import KEY_BYTES
 from dataplane.node.dataset import Dataset
 from dataplane.plan.cluster import Owners, Weighed
 from dataplane.rpc import lending, local
 from dataplane.rpc.address import (
+    NO_NEIGHBOURS,
     TcpAddress,
     UnixAddress,
     is_loopback,
@@ -31,7 +32,6 @@ from dataplane.rpc.address import (
     parse,
     resolve,
 )
-from dataplane.rpc.address_kinds import NO_NEIGHBOURS
 from dataplane.rpc.fetches import Neighbour, SlabMaker
 from dataplane.rpc.membership import JobNodes, KnownNodes, NeighbourNode
 from dataplane.rpc.tasks import BLOCK_ARENA

@@ -37,7 +37,7 @@ from dataplane.scheduler.walk import Walk
 from dataplane.transforms.codes import coded_columns
 from dataplane.transforms.made_columns import CollatedColumns, MappedColumns
 from dataplane.transforms.packing import delivered_columns
-from dataplane.worker.limits import WorkerBytes
+from dataplane.worker.death import WorkerBytes
 
 _SLAB_BYTES = 1 << 20
 _SLOTS, _KEPT_BATCHES = 8, 4

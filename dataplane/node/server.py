@@ -37,7 +37,7 @@ from dataplane.node.opener import DatasetOpener
 from dataplane.node.pool import WorkerPool
 from dataplane.node.shared_manifests import LentManifests, SharedManifests
 from dataplane.node.stored import FolderTakenError, open_cache_folder
-from dataplane.rpc import local, messages, sockets
+from dataplane.rpc import local, messages
 from dataplane.rpc.base import Coordination
 from dataplane.rpc.bounds import VALUES_MAX
 from dataplane.rpc.codec import encode
@@ -116,7 +116,7 @@ class TrainerConnection:
         self._awaited_slabs: dict[int, int] = {}
         """The stream of each slab that was requested, by the number of the request."""
         self._greeted = self._is_parsing = self._is_reading = self.closed = False
-        self.pid = sockets.peer_credentials(sock)[0]
+        self.pid = local.peer_credentials(sock)[0]
         self._process = server.process_of(self.pid)
         self._process.connection_count += 1
         self._pace()

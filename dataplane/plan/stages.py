@@ -19,11 +19,11 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
+from dataplane.model.changes import first_counted
 from dataplane.model.config import JobSpec, SourceSpec, Stage
 from dataplane.model.errors import ConfigError
 from dataplane.model.records import View
 from dataplane.model.redact import unsigned
-from dataplane.model.stages import first_counted
 from dataplane.plan.defaults import BlockSizes, Shuffle, shuffle_of, source_window
 from dataplane.plan.manifest import Left, Manifest
 from dataplane.plan.order import PassRead, TracedOrder

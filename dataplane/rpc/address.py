@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import socket
 
 from msgspec import Struct
 
+from dataplane.base import units
+from dataplane.base.units import ValueKind
 from dataplane.model.errors import ConfigError
 
 _UNIX = "unix:"
@@ -140,3 +143,89 @@ def is_this_host(address: TcpAddress) -> bool:
 def is_loopback(address: TcpAddress) -> bool:
     """Return whether only this machine reaches the address, whose host must be an IP address."""
     return ipaddress.ip_address(address.host.partition("%")[0]).is_loopback
+
+
+# -- names of nodes' sockets -----------------------------------------------------------------------
+#
+# Abstract names, under which nodes listen: trainer and node compute the same one.
+
+_LOOPBACK = "127.0.0.1"
+
+
+def served_name(uid: int, service: str) -> str:
+    """Return the socket name of this user's node on this host for the coordinator at `service`.
+    Upper and lower case, and different names of the loopback address, give the same name.
+
+    Raises:  ConfigError: `service` is not an address.
+    """
+    parsed = parse(service.strip())
+    if isinstance(parsed, TcpAddress):
+        host = parsed.host.lower()
+        host = _LOOPBACK if host in {"localhost", "::1"} else host
+        return _name(uid, "served", TcpAddress(host, parsed.port).target)
+    return _name(uid, "served", parsed.target)
+
+
+def embedded_name(uid: int, version: str, run: str) -> str:
+    """Return the socket name of the node that the trainers of one run on this host share."""
+    return _name(uid, "embedded", version, run)
+
+
+def _name(uid: int, *parts: str) -> str:
+    digest = hashlib.blake2b("\0".join(parts).encode(), digest_size=12).hexdigest()
+    return f"dataplane-{uid}-{parts[0]}-{digest}"
+
+
+# -- addresses as settings -------------------------------------------------------------------------
+#
+# The allowed forms, and the descriptions of these in help texts.
+
+
+def _address(given: object) -> str:
+    try:
+        return parse(units.text(given)).target
+    except ConfigError as error:
+        raise ValueError(given) from error
+
+
+def _address_or_none(given: object) -> str:
+    return "" if given == "" else _address(given)
+
+
+def _data_address(given: object) -> str:
+    if given in ("", NO_NEIGHBOURS):
+        return str(given)
+    found = units.text(given)
+    is_port = found.startswith(":")
+    target = _address(f"localhost{found}" if is_port else found)
+    # Refuse wildcard addresses: a node that listens at every address could not tell other nodes
+    # which address to connect to.
+    if target.startswith(_NOT_ONE):
+        raise ValueError(given)
+    return found if is_port else target
+
+
+def _metrics_address(given: object) -> str:
+    if given == "":
+        return ""
+    text = units.text(given)
+    target = _address(f"127.0.0.1{text}" if text.startswith(":") else text)
+    if target.startswith("unix:"):
+        raise ValueError(given)
+    return target
+
+
+NO_NEIGHBOURS = "none"
+_NOT_ONE = ("unix:", "0.0.0.0:", "[::]:")
+_FORMS = '"host:port", "[::1]:port" or "unix:/path"'
+ADDRESS = ValueKind(_FORMS, "ADDRESS", _address)
+DATA_ADDRESS = ValueKind(
+    '"host:port", "[::1]:port", ":port" for the address by which it reaches its coordinator, or '
+    '"none"',
+    "ADDRESS",
+    _data_address,
+)
+METRICS_ADDRESS = ValueKind(
+    '"host:port", "[::1]:port", ":port" for 127.0.0.1, or "" for none', "ADDRESS", _metrics_address
+)
+ADDRESS_OR_NONE = ValueKind(f'{_FORMS}, or "" for none', "ADDRESS", _address_or_none)

@@ -27,7 +27,6 @@ from dataplane.model.errors import (
     PeerLost,
 )
 from dataplane.rpc.address import TcpAddress, UnixAddress, is_this_host, parse
-from dataplane.rpc.credentials import channel_credentials
 from dataplane.rpc.grpc_errors import error_of
 from dataplane.rpc.membership import (
     ChangeRequest,
@@ -45,7 +44,12 @@ from dataplane.rpc.membership import (
     StatusRequest,
     StatusResponse,
 )
-from dataplane.rpc.services import REQUEST_BYTES_MAX, RESPONSE_BYTES_MAX, coordinator_methods
+from dataplane.rpc.services import (
+    REQUEST_BYTES_MAX,
+    RESPONSE_BYTES_MAX,
+    channel_credentials,
+    coordinator_methods,
+)
 from dataplane.rpc.sharing import ShareManifestRequest, ShareManifestResponse
 from dataplane.security.node_identity import NodeIdentity
 from dataplane.security.security import NODE_PROOF, Security

@@ -29,14 +29,13 @@ from dataplane.rpc.address import (
 )
 from dataplane.rpc.base import Coordination
 from dataplane.rpc.connections import OpenConnections
-from dataplane.rpc.credentials import server_credentials
-from dataplane.rpc.guard import Guard
 from dataplane.rpc.receiving import (
     HEALTH,
     WINDOW,
     Answer,
     Call,
     Context,
+    Guard,
     Health,
     Inbox,
     abort,
@@ -47,6 +46,7 @@ from dataplane.rpc.services import (
     RESPONSE_BYTES_MAX,
     Method,
     coordinator_methods,
+    server_credentials,
 )
 from dataplane.security.security import Security
 

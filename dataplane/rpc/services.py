@@ -7,11 +7,13 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import grpc
 from msgspec import Struct
 
 from dataplane.rpc.bounds import ELEMENTS_MAX
 from dataplane.rpc.convert import decode, encode, value_class
 from dataplane.rpc.v1 import coordinator_pb2
+from dataplane.security.tls import Certificates, Pems
 
 REQUEST_BYTES_MAX = 4 << 20
 RESPONSE_BYTES_MAX = 64 << 20
@@ -46,3 +48,43 @@ def coordinator_methods() -> tuple[Method, ...]:
         )
         for method in service.methods
     )
+
+
+# -- TLS credentials -------------------------------------------------------------------------------
+#
+# TLS credentials for gRPC: of a server, which follow changes of the files, and of a channel.
+
+
+def server_credentials(
+    certificates: Certificates, on_handshake: Callable[[], None]
+) -> grpc.ServerCredentials:
+    """Return credentials that use the current certificate files for each new connection. With a
+    `ca`, clients need a certificate from that CA. gRPC calls `on_handshake` for each new
+    connection, in a thread of its own.
+    """
+    first, version = certificates.current()
+    used = [version]
+
+    # gRPC calls `fetch` in a thread of its own, before each handshake.
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        on_handshake()
+        pems, now = certificates.current()
+        if now == used[0]:
+            return None
+        used[0] = now
+        return _configuration(pems)
+
+    return grpc.dynamic_ssl_server_credentials(
+        _configuration(first), fetch, require_client_authentication=first.ca is not None
+    )
+
+
+def channel_credentials(pems: Pems) -> grpc.ChannelCredentials:
+    """Return credentials that trust the `ca`, or else the CAs that gRPC trusts by default, and that
+    send the client's certificate, if there is one.
+    """
+    return grpc.ssl_channel_credentials(pems.ca, pems.key, pems.cert)
+
+
+def _configuration(pems: Pems) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(pems.key, pems.cert)], pems.ca)

@@ -21,9 +21,8 @@ from typing import Any
 
 from dataplane.base.trace import UNSAFE
 from dataplane.model.errors import ConfigError
-from dataplane.security.calls import Caller, Role, WrongTokenError
 from dataplane.security.private_file import Watched, content
-from dataplane.security.tokens import TokenSource
+from dataplane.security.tokens import Caller, Role, TokenSource, WrongTokenError
 
 AUDIENCE = "dataplane"
 LIFE_S_MAX = 24 * 3600

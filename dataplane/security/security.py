@@ -13,10 +13,9 @@ from msgspec import Struct
 
 from dataplane.model.errors import ConfigError
 from dataplane.security import tokens
-from dataplane.security.calls import HOLDER_OF_SHARED, Caller, WrongTokenError
 from dataplane.security.jwts import Jwts, is_jwt
 from dataplane.security.tls import Certificates, TlsFiles, is_any_of
-from dataplane.security.tokens import TokenSource
+from dataplane.security.tokens import HOLDER_OF_SHARED, Caller, TokenSource, WrongTokenError
 
 AUTHORIZATION = "authorization"
 NODE_PROOF = "dataplane-node-bin"

@@ -41,8 +41,7 @@ from dataplane.worker.functions import (
     loaded,
     results_of,
 )
-from dataplane.worker.gather import Gathered
-from dataplane.worker.named_sources import Gathers, NamedSources
+from dataplane.worker.gather import Gathered, Gathers, NamedSources
 
 _ARGUMENT = "collate"
 _DTYPES = frozenset(

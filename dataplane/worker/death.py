@@ -11,11 +11,13 @@ import enum
 import errno
 import signal
 from collections.abc import Sequence
+from typing import Self
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from dataplane.base.units import raise_to, show_bytes, ways_to_set
+from dataplane.model.config import NodeConfig
 from dataplane.model.errors import (
     BudgetTooSmall,
     CorruptShard,
@@ -221,3 +223,32 @@ def not_started(why: str) -> DataplaneError:
         "TasksMax=; or `ulimit -u`), end other processes, or let the node start fewer: lower "
         f"worker_count ({ways_to_set('worker_count', 'N')})"
     )
+
+
+# -- memory limits ---------------------------------------------------------------------------------
+#
+# These are limits of processes that parse untrusted bytes.
+
+_MIB = 1 << 20
+# Allow this many times a block's decoded size: decoding holds the columns as the library made them,
+# their canonical form, and one column more.
+_DECODING_TIMES = 3
+
+
+class WorkerBytes(Struct, frozen=True):
+    """The private memory that a worker may take: `base`, plus the need of a dataset's largest
+    block, up to `most` in total.
+    """
+
+    base: int
+    most: int
+
+    @classmethod
+    def of(cls, config: NodeConfig) -> Self:
+        """Return the limits of a node's configuration."""
+        return cls(config.worker_memory_bytes, config.worker_memory_bytes_max)
+
+    def for_blocks_of(self, decoded_bytes: int) -> int:
+        """Return enough memory to decode a block of this size."""
+        wanted = -(-(self.base + _DECODING_TIMES * decoded_bytes) // _MIB) * _MIB
+        return max(self.base, min(wanted, self.most))

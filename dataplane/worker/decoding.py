@@ -26,7 +26,7 @@ from dataplane.worker.block_mapping import (
 from dataplane.worker.columns import Ints, RowLayout
 from dataplane.worker.mapped import MappedShards
 from dataplane.worker.pack_blocks import PackForm
-from dataplane.worker.placed import may_have_nulls, placed_columns
+from dataplane.worker.row_layout import may_have_nulls, placed_columns
 from dataplane.worker.salvaging import Bad
 from dataplane.worker.stacking import StackedPlan, canonical_stacked, plan_stacked
 

@@ -144,7 +144,7 @@ class _Server:
         self._changing = threading.Lock()
         self._processes: dict[int, ForkedProcess] = {}
         self._numbers = itertools.count(1)
-        # Repeat rpc.sockets.pair() here, so that rpc is imported only while the fork server starts.
+        # Repeat rpc.local.pair() here, so that rpc is imported only while the fork server starts.
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             try:

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Self
 
 from dataplane.base.machine import Pulse
-from dataplane.rpc import sockets
+from dataplane.rpc import local
 from dataplane.worker.forking import ForkedProcess, fork_server
 
 MEMORY_BYTES = 1 << 30
@@ -57,7 +57,7 @@ class WorkerProcess:
         given one. The caller holds the fork server. The process counts as hung if it reads nothing
         for `hung_s` of its own time.
         """
-        ours, theirs = sockets.pair()
+        ours, theirs = local.pair()
         ours.setblocking(False)
         said, says = os.pipe()
         try:

@@ -21,8 +21,7 @@ from dataplane.rpc.tasks import Assemble, Origin
 from dataplane.worker.apart import OpenBlock
 from dataplane.worker.collating import FaultOf
 from dataplane.worker.columns import RowIndex, by_block
-from dataplane.worker.gather import Gathered
-from dataplane.worker.named_sources import Gathers
+from dataplane.worker.gather import Gathered, Gathers
 from dataplane.worker.rows import TriedImages
 
 Check = Callable[[OpenBlock, int], DataplaneError | None]

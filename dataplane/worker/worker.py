@@ -35,16 +35,24 @@ from dataplane.rpc import local, tasks
 from dataplane.rpc.codec import encode
 from dataplane.rpc.messages import Batch, Layout
 from dataplane.worker import row_layout
-from dataplane.worker.apart import OpenBlock, gather_apart, image_fault, scratch, slab_images_of
+from dataplane.worker.apart import (
+    OpenBlock,
+    gather_apart,
+    image_fault,
+    open_excerpt,
+    places_of,
+    scratch,
+    slab_images_of,
+    write_excerpt,
+    write_packs,
+)
 from dataplane.worker.collating import slab_gather
 from dataplane.worker.columns import BlockColumns, Bytes, Ints, RowIndex, open_block
 from dataplane.worker.decoding import ReadDataset, canonical_batch, other_batch, read_dataset
 from dataplane.worker.disk_time import timed
-from dataplane.worker.excerpts import open_excerpt, places_of, write_excerpt, write_packs
-from dataplane.worker.gather import Gather
+from dataplane.worker.gather import Gather, Gathers
 from dataplane.worker.indexing import Indexing
 from dataplane.worker.mapped import MappedShards
-from dataplane.worker.named_sources import Gathers
 from dataplane.worker.pack_blocks import AskedPacks, KnownPacks, PackBlock, PackForm
 from dataplane.worker.packing import CountGather, PackGather
 from dataplane.worker.replacing import ReplacingGather, stand_ins

@@ -23,7 +23,7 @@ from small_nodes import alone_and_small
 from dataplane.base.trace import Trace
 from dataplane.cli import run as dataplane
 from dataplane.model.errors import AccessDenied, PeerLost
-from dataplane.rpc import guard
+from dataplane.rpc import receiving
 from dataplane.rpc.calls import CoordinatorClient
 from dataplane.rpc.membership import StatusRequest
 from dataplane.security import private_file, tokens
@@ -80,7 +80,7 @@ class Lines:
     def __init__(self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
         self._caplog = caplog
         caplog.set_level(logging.INFO, "dataplane")
-        for module in (guard, private_file):  # each test has its own limit of lines a minute
+        for module in (receiving, private_file):  # each test has its own limit of lines a minute
             monkeypatch.setattr(module, "_trace", Trace("security"))
 
     def with_words(self, *words: str) -> list[str]:

@@ -28,7 +28,8 @@ from dataplane.commands import status
 from dataplane.coordinator.front import CoordinatorConfig
 from dataplane.coordinator.server import CoordinatorServer
 from dataplane.model.config import PROTOCOL_VERSION, VERSION
-from dataplane.rpc import local, names, sockets
+from dataplane.rpc import local
+from dataplane.rpc.address import served_name
 from dataplane.rpc.messages import FromNode, Hello, ToNode, Welcome
 
 SMALL = ("--block-arena-bytes", "16MiB", "--worker-count", "1")
@@ -60,7 +61,7 @@ def serving(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[st
 
 def greeted(address: str) -> socket.socket:
     """A trainer's connection to this host's node, after the greeting."""
-    sock = sockets.connect(names.served_name(os.getuid(), address), 10.0)
+    sock = local.connect(served_name(os.getuid(), address), 10.0)
     greet(sock)
     return sock
 
@@ -244,7 +245,7 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as squatter:
 def test_a_squatter_of_the_nodes_name_is_named(how, words, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("HOME", str(tmp_path))
     address = free_address()
-    name = names.served_name(os.getuid(), address)
+    name = served_name(os.getuid(), address)
     with subprocess.Popen(
         [sys.executable, "-c", SQUATTER, name, how],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,

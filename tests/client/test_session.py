@@ -28,7 +28,8 @@ from dataplane.model.errors import (
     PeerLost,
     VersionMismatch,
 )
-from dataplane.rpc import local, names, sockets
+from dataplane.rpc import local
+from dataplane.rpc.address import served_name
 from dataplane.rpc.messages import CloseJob, CloseStream, OpenJob, Release
 
 
@@ -84,7 +85,7 @@ def test_if_no_service_answers_the_error_says_what_to_start(monkeypatch, name) -
 
 def test_a_listener_that_never_answers_is_not_taken_for_a_node(monkeypatch, name) -> None:
     monkeypatch.setenv("DATAPLANE_STALL_TIMEOUT_S", "0.2")
-    with sockets.listen(name), pytest.raises(PeerLost, match="does not answer"):
+    with local.listen(name), pytest.raises(PeerLost, match="does not answer"):
         _ = Session(Served("host:7077", name), open_job()).job
 
 
@@ -98,10 +99,10 @@ def test_a_node_that_opens_no_job_in_time_is_reported(fake, session, monkeypatch
 
 
 def test_service_names_are_normal_and_one_per_user() -> None:
-    assert names.served_name(1, "Host:7077") == names.served_name(1, " host:7077 ")
-    assert names.served_name(1, "localhost:7077") == names.served_name(1, "127.0.0.1:7077")
-    assert names.served_name(1, "unix:/a/B") != names.served_name(1, "unix:/a/b")
-    assert names.served_name(1, "host:7077") != names.served_name(2, "host:7077")
+    assert served_name(1, "Host:7077") == served_name(1, " host:7077 ")
+    assert served_name(1, "localhost:7077") == served_name(1, "127.0.0.1:7077")
+    assert served_name(1, "unix:/a/B") != served_name(1, "unix:/a/b")
+    assert served_name(1, "host:7077") != served_name(2, "host:7077")
     assert isinstance(find_endpoint(None, "run"), Embedded)
     with pytest.raises(ConfigError, match="not an address"):
         find_endpoint("host", "run")

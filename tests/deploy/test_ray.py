@@ -35,7 +35,8 @@ import glob, os, signal, sys, tempfile
 import ray
 from dataplane.model.errors import ConfigError
 from dataplane.ray import start_nodes
-from dataplane.rpc import names, sockets
+from dataplane.rpc import local
+from dataplane.rpc.address import served_name
 
 url, *environ = sys.argv[1:]
 environ = dict(pair.split("=", 1) for pair in environ)
@@ -58,7 +59,7 @@ nodes = start_nodes(environ=environ)
 coordinator, actor = nodes._actors.values()
 def works():
     assert ray.get(total.remote(nodes.service)) == sum(range(300))
-    return sockets.holder_of(names.served_name(os.getuid(), nodes.service))[0]
+    return local.holder_of(served_name(os.getuid(), nodes.service))[0]
 
 nodes.start_missing()
 assert [coordinator, actor] == [*nodes._actors.values()]

@@ -25,7 +25,8 @@ import pytest
 from dataplane_torch import DataLoader
 from fleet import Service
 
-from dataplane.rpc import names, sockets
+from dataplane.rpc import local
+from dataplane.rpc.address import served_name
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "deploy" / "slurm"
@@ -269,5 +270,5 @@ def test_an_array_shares_the_users_node_which_prolog_starts_and_epilog_stops(
         assert lines.count("ready: node") == 1
         pid = int((folder / "node.pid").read_text())
         cluster.wait_for("stopped", lambda: not psutil.pid_exists(pid))
-        assert names.served_name(os.getuid(), coordinator.address)
-        assert sockets.holder_of(names.served_name(os.getuid(), coordinator.address)) is None
+        assert served_name(os.getuid(), coordinator.address)
+        assert local.holder_of(served_name(os.getuid(), coordinator.address)) is None

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.fetcher.hedging import HEDGED_SHARE, LATE_FACTOR, READS_MIN, Hedging
+from dataplane.fetcher.neighbours import HEDGED_SHARE, LATE_FACTOR, READS_MIN, Hedging
 
 SIZE = 8 << 20
 

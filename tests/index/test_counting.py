@@ -29,8 +29,8 @@ from dataplane.plan.manifest import Int64, Manifest
 from dataplane.rpc import tasks
 from dataplane.settings import default_node_config
 from dataplane.store.connect import connect
+from dataplane.worker.death import WorkerBytes
 from dataplane.worker.indexing import counts_of
-from dataplane.worker.limits import WorkerBytes
 
 F = pc.field
 

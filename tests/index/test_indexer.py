@@ -11,7 +11,7 @@ import pytest
 
 from dataplane.model.errors import CorruptShard
 from dataplane.model.records import Region
-from dataplane.rpc import local, sockets, tasks
+from dataplane.rpc import local, tasks
 from dataplane.worker.forking import fork_server
 
 WAIT_S = 60.0
@@ -23,7 +23,7 @@ DAMAGED = LINES[:10] + b"\xff" * 1000
 @pytest.fixture
 def indexer() -> Iterator[socket.socket]:
     """The node's end of its socket."""
-    ours, theirs = sockets.pair()
+    ours, theirs = local.pair()
     ours.settimeout(WAIT_S)
     stderr = os.memfd_create("stderr", os.MFD_CLOEXEC)
     try:

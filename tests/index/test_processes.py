@@ -34,7 +34,7 @@ from dataplane.model.errors import (
 from dataplane.model.records import ObjectInfo, Region
 from dataplane.plan.manifest import Manifest
 from dataplane.store.local import LocalStore
-from dataplane.worker.limits import WorkerBytes
+from dataplane.worker.death import WorkerBytes
 
 LIMIT = 256 * MIB
 HARD = WorkerBytes(LIMIT, 0)

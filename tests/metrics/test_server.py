@@ -19,9 +19,9 @@ from dataplane.base.meters import BOUNDS_S, Durations, RequestCounts, StoreMeter
 from dataplane.metrics.server import MetricsServer
 from dataplane.metrics.table import METRICS, Kind, Reading
 from dataplane.model.errors import ConfigError
-from dataplane.security.calls import Caller, Role
 from dataplane.security.security import Security
 from dataplane.security.tls import Certificates, TlsFiles
+from dataplane.security.tokens import Caller, Role
 
 LOCAL = "127.0.0.1:0"
 NODE = "spiffe://cluster/ns/watching/sa/prometheus"

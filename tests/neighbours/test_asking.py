@@ -12,7 +12,7 @@ import pytest
 from lender import GENERATION, JOB, free, lending_node
 
 from dataplane.neighbours import asking
-from dataplane.neighbours.limits import Limits
+from dataplane.neighbours.connection import Limits
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
 

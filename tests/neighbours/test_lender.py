@@ -32,7 +32,7 @@ from msgspec.structs import replace
 from dataplane.base.machine import raise_descriptor_limit
 from dataplane.model.errors import PeerLost
 from dataplane.model.records import Region
-from dataplane.neighbours import handshake, wire
+from dataplane.neighbours import wire
 from dataplane.rpc import lending
 from dataplane.rpc.fetches import Neighbour
 
@@ -102,10 +102,10 @@ def test_a_recorded_handshake_opens_nothing(bench: Bench, caplog: pytest.LogCapt
     seen = bench.connect(HONEST)
     seen.sendall(opened)
     challenge = frame(seen)
-    proof = handshake.answer_challenge(KEY, opened, challenge)
+    proof = wire.answer_challenge(KEY, opened, challenge)
     seen.sendall(proof)
     bench.lends(seen)
-    reflected = wire.pack(handshake.Proof(wire.unpack(handshake.Challenge, challenge).proof))
+    reflected = wire.pack(wire.Proof(wire.unpack(wire.Challenge, challenge).proof))
     for recorded in (opened + proof, opened + reflected):
         replayed = bench.connect()
         replayed.sendall(recorded)
@@ -134,7 +134,7 @@ def test_a_lender_without_the_key_learns_nothing(
         thread.start()
         sock, _ = impostor.accept()
         opened = frame(sock)
-        sock.sendall(handshake.pack_challenge(bytes(32), opened, bytes(32)))
+        sock.sendall(wire.pack_challenge(bytes(32), opened, bytes(32)))
         assert is_closed(sock)
         sock.close()
         thread.join()

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.neighbours.limits import BodyBytes, InFlight, Limits
+from dataplane.neighbours.connection import BodyBytes, InFlight, Limits
 
 ARENA = 3200  # 400 in flight, of which 100 for one neighbour
 

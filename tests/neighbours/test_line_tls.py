@@ -38,8 +38,8 @@ from dataplane.neighbours import wire
 from dataplane.neighbours.asking import Lines
 from dataplane.neighbours.connection import LoanStage
 from dataplane.neighbours.entrance import Entrance
-from dataplane.neighbours.handshake import ONE_SIDE
 from dataplane.neighbours.line_tls import LineTls
+from dataplane.neighbours.wire import ONE_SIDE
 from dataplane.rpc import lending
 from dataplane.rpc.fetches import Neighbour
 from dataplane.security.tls import TlsFiles

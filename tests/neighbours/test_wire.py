@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from dataplane.model.records import BlockForm, Region
-from dataplane.neighbours import handshake, wire
+from dataplane.neighbours import wire
 from dataplane.neighbours.wire import Answer, Outcome, WrongFrameError
 from dataplane.rpc.fetches import Neighbour, ReadRange, ToFetcher
 from dataplane.rpc.lending import NO_DATASET, LendingKeys, Request, ToLender
@@ -55,7 +55,7 @@ answers = st.builds(
 )
 names = st.text(min_size=1, max_size=256)
 openings = st.builds(
-    handshake.Opening,
+    wire.Opening,
     job_id=names,
     generation=u64,
     asker_id=names,
@@ -135,13 +135,13 @@ def test_a_changed_frame_is_refused_or_another_valid_one(data: st.DataObject) ->
     request = data.draw(any_request)
     answer = Answer(request.number, Outcome.GIVEN, request.length, 1)
     opening = data.draw(openings)
-    challenge = handshake.pack_challenge(bytes(32), b"an opening", bytes(32))
+    challenge = wire.pack_challenge(bytes(32), b"an opening", bytes(32))
     frames = [
         (wire.pack(request), wire.unpack_request),
         (wire.pack(answer), lambda frame: wire.unpack_answer(frame, request)),
         (wire.pack(wire.Receipt(request.number)), lambda f: wire.check_receipt(f, request.number)),
-        (wire.pack(opening), handshake.unpack_opening),
-        (challenge, lambda f: handshake.answer_challenge(bytes(32), b"an opening", f)),
+        (wire.pack(opening), wire.unpack_opening),
+        (challenge, lambda f: wire.answer_challenge(bytes(32), b"an opening", f)),
     ]
     frame, unpack = data.draw(st.sampled_from(frames))
     changed = bytearray(frame)
@@ -155,7 +155,7 @@ def test_a_changed_frame_is_refused_or_another_valid_one(data: st.DataObject) ->
 
 
 def test_a_frame_is_no_longer_than_what_is_expected() -> None:
-    frame = wire.pack(handshake.Opening("j" * 4000, 1, "a", "l", bytes(32)))
+    frame = wire.pack(wire.Opening("j" * 4000, 1, "a", "l", bytes(32)))
     assert wire.frame_bytes(frame[: wire.HEAD_BYTES - 1], wire.SMALL_BYTES_MAX) == 0
     assert wire.frame_bytes(frame[: wire.HEAD_BYTES], wire.SMALL_BYTES_MAX) == len(frame)
     with pytest.raises(WrongFrameError, match="not 4000 at most"):
@@ -166,24 +166,24 @@ def test_a_frame_is_no_longer_than_what_is_expected() -> None:
 
 @given(openings, keys, keys, st.binary(min_size=32, max_size=32))
 def test_both_sides_need_the_same_key(
-    opening: handshake.Opening, key: bytes, other: bytes, nonce: bytes
+    opening: wire.Opening, key: bytes, other: bytes, nonce: bytes
 ) -> None:
     frame = wire.pack(opening)
-    assert handshake.unpack_opening(frame) == opening
-    challenge = handshake.pack_challenge(key, frame, nonce)
-    proof = handshake.answer_challenge(key, frame, challenge)
-    handshake.check_proof(key, frame, nonce, proof)
+    assert wire.unpack_opening(frame) == opening
+    challenge = wire.pack_challenge(key, frame, nonce)
+    proof = wire.answer_challenge(key, frame, challenge)
+    wire.check_proof(key, frame, nonce, proof)
     if key != other:
         with pytest.raises(WrongFrameError, match="key"):
-            handshake.answer_challenge(other, frame, challenge)
+            wire.answer_challenge(other, frame, challenge)
         with pytest.raises(WrongFrameError, match="key"):
-            handshake.check_proof(other, frame, nonce, proof)
+            wire.check_proof(other, frame, nonce, proof)
     # What one side has shown proves nothing for the other, or for another connection.
-    reflected = wire.pack(handshake.Proof(wire.unpack(handshake.Challenge, challenge).proof))
+    reflected = wire.pack(wire.Proof(wire.unpack(wire.Challenge, challenge).proof))
     with pytest.raises(WrongFrameError, match="key"):
-        handshake.check_proof(key, frame, nonce, reflected)
+        wire.check_proof(key, frame, nonce, reflected)
     with pytest.raises(WrongFrameError, match="key"):
-        handshake.check_proof(key, frame, bytes(x ^ 1 for x in nonce), proof)
+        wire.check_proof(key, frame, bytes(x ^ 1 for x in nonce), proof)
 
 
 def test_a_key_shows_in_no_value() -> None:

@@ -30,7 +30,7 @@ from dataplane.node.server import (
     TrainerConnection,
     _Process,
 )
-from dataplane.rpc import local, messages, sockets
+from dataplane.rpc import local, messages
 
 HELLO = messages.Hello(VERSION, PROTOCOL_VERSION, os.getpid())
 
@@ -216,7 +216,7 @@ def test_many_connections_of_a_process_have_the_turns_of_one(
         peers, other = Peers(server), Peers(server)
         sockets = [peers.connect() for _ in range(4)]
         server.process_of = lambda _: _Process()
-        sockets.append(other.connect())
+        local.append(other.connect())
         for n, sock in enumerate(sockets):
             assert await greeted(sock)
             source, place = messages.DatasetSource(("x",)), Topology()
@@ -317,10 +317,10 @@ def test_a_connection_that_is_gone_is_closed_although_its_requests_wait() -> Non
         def admit(sock: socket.socket) -> TrainerConnection:
             return TrainerConnection(cast("Any", server), sock)
 
-        server.door = Door(sockets.listen(name), admit, Trace("node"))
+        server.door = Door(local.listen(name), admit, Trace("node"))
         server.door.open()
         async with asyncio.timeout(60):
-            with sockets.connect(name, 60.0) as theirs:
+            with local.connect(name, 60.0) as theirs:
                 assert await greeted(theirs)
                 source = messages.DatasetSource(("x",))
                 body = opening(source)

@@ -14,7 +14,7 @@ from dataplane.index.indexing import index_dataset
 from dataplane.model.config import JobSpec
 from dataplane.model.records import ColumnOptions, NullPolicy, Region, View
 from dataplane.node.dataset import Dataset, dataset_of
-from dataplane.worker.limits import WorkerBytes
+from dataplane.worker.death import WorkerBytes
 from dataplane.worker.row_layout import stored_bytes
 from dataplane.worker.stacking import canonical_stacked
 

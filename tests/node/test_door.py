@@ -16,7 +16,7 @@ from dataplane.base.trace import Trace
 from dataplane.model.errors import ConfigError
 from dataplane.node import door as doors
 from dataplane.node.door import Door
-from dataplane.rpc import sockets
+from dataplane.rpc import local
 
 
 class Visitor:
@@ -43,7 +43,7 @@ class Party:
         self.name = f"dp-door-{os.getpid()}-{time.monotonic_ns()}"
         self.inside: list[Visitor] = []
         self.gone: list[Visitor] = []
-        self.door = Door(sockets.listen(self.name), self._admit, Trace("test"), count_max)
+        self.door = Door(local.listen(self.name), self._admit, Trace("test"), count_max)
         self.door.open()
 
     def _admit(self, sock: socket.socket) -> Visitor:
@@ -52,7 +52,7 @@ class Party:
 
     async def comes(self, stack: contextlib.ExitStack) -> socket.socket:
         """Open another connection, and wait until the door has seen it."""
-        sock = stack.enter_context(sockets.connect(self.name, 10.0))
+        sock = stack.enter_context(local.connect(self.name, 10.0))
         await turns()
         return sock
 

@@ -18,7 +18,6 @@ from fetching import ARENA_BYTES, BODY, LENGTH, PARTS, TIMEOUT_S, URL, awry, nod
 from servers import S3Server, reach
 
 from dataplane.arena.memfd import Arena
-from dataplane.fetcher.limits import READS_MAX
 from dataplane.fetcher.process import Reads
 from dataplane.model.errors import (
     DataplaneError,
@@ -29,7 +28,8 @@ from dataplane.model.errors import (
     StoreUnavailable,
 )
 from dataplane.model.records import Region, StorePause
-from dataplane.rpc import fetches, local, sockets, tasks
+from dataplane.rpc import fetches, local, tasks
+from dataplane.rpc.fetches import READS_MAX
 from dataplane.store.connect import Stores, open_store
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
@@ -314,7 +314,7 @@ def test_whatever_a_store_raises_is_reported(failure: BaseException) -> None:
             raise failure
 
     arena, broken = Arena.create("blocks", ARENA_BYTES), Broken()
-    ours, theirs = sockets.pair()
+    ours, theirs = local.pair()
     made: Any = broken
     reads = Reads(theirs, {tasks.BLOCK_ARENA: arena}, lambda _: made)
 

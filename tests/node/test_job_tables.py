@@ -25,7 +25,8 @@ from dataplane.coordinator.front import Coordinator, CoordinatorConfig
 from dataplane.model.config import PROTOCOL_VERSION, VERSION, JobSpec
 from dataplane.model.records import Topology
 from dataplane.node.neighbours import JobTables
-from dataplane.rpc import membership, names
+from dataplane.rpc import membership
+from dataplane.rpc.address import served_name
 from dataplane.rpc.calls import CoordinatorClient
 from dataplane.rpc.membership import JobNodes, KnownNodes, NeighbourNode
 from dataplane.scheduler.scheduler import Scheduler
@@ -223,7 +224,7 @@ def test_nodes_see_each_other_through_their_coordinator(
             service.wait_ready()
         trainers = [
             stack.enter_context(Trainer(cast(Any, SimpleNamespace(name=name))))
-            for name in (names.served_name(os.getuid(), host) for host in hosts)
+            for name in (served_name(os.getuid(), host) for host in hosts)
         ]
         for rank, trainer in enumerate(trainers):
             trainer.open(parquet, dp_rank=rank, dp_size=2)

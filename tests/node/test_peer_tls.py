@@ -12,12 +12,11 @@ from certificates import Authority
 from fetching import LENGTH, URL
 from slab_makers import SLOT_BYTES, SLOTS, Maker, Reader, makers, reader
 
-from dataplane.fetcher.hedging import READS_MIN
-from dataplane.fetcher.neighbours import FAILURES_MAX
+from dataplane.fetcher.neighbours import FAILURES_MAX, READS_MIN
 from dataplane.model.config import PeerTls
 from dataplane.model.errors import NeighbourGone
 from dataplane.model.records import BlockForm, Region
-from dataplane.neighbours.handshake import ONE_SIDE
+from dataplane.neighbours.wire import ONE_SIDE
 from dataplane.rpc import fetches, tasks
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")

@@ -23,10 +23,10 @@ from slab_makers import (
     reader,
 )
 
-from dataplane.fetcher.limits import SLABS_MAX
 from dataplane.model.errors import ClosedError, NeighbourGone
 from dataplane.model.records import BlockForm, Region
 from dataplane.neighbours import wire
+from dataplane.rpc.fetches import SLABS_MAX
 from dataplane.rpc.lending import Asked, Request
 from dataplane.store.connect import open_store
 

@@ -8,7 +8,7 @@ import pytest
 from awry import Awry, Mood
 from fetching import ARENA_BYTES, BODY, LENGTH, TIMEOUT_S, URL, awry, awry_tls, node
 
-from dataplane.fetcher.hedging import READS_MIN
+from dataplane.fetcher.neighbours import READS_MIN
 from dataplane.model.records import StorePause
 from dataplane.store.connect import open_store
 

@@ -26,8 +26,14 @@ from dataplane.node.datasets import Datasets
 from dataplane.plan.manifest import Manifest
 from dataplane.settings import default_node_config
 from dataplane.transforms.columns import plan_columns
-from dataplane.worker.placed import may_have_nulls, placed_columns
-from dataplane.worker.row_layout import open_stored, plan_row_layout, store, stored_bytes
+from dataplane.worker.row_layout import (
+    may_have_nulls,
+    open_stored,
+    placed_columns,
+    plan_row_layout,
+    store,
+    stored_bytes,
+)
 
 FEW = 60
 WIDE = 8_000

@@ -13,7 +13,7 @@ from oracles.rows import NumpyRows
 from dataplane.model.errors import RowOutOfBounds
 from dataplane.model.records import PackSpec
 from dataplane.transforms.packing import LENGTHS
-from dataplane.worker import drawn_packs
+from dataplane.worker import packing
 from dataplane.worker.columns import Bytes, Ints, RowIndex
 from dataplane.worker.pack_blocks import LABELS_KIND, NO_LABEL, TOKENS_KIND, PackBlock, PackForm
 
@@ -29,8 +29,8 @@ def write_packs(
     places: Ints,
     columns: Sequence[Bytes],
 ) -> None:
-    """As worker/drawn_packs.py's."""
-    drawn = drawn_packs._drawn(blocks, index)
+    """As worker/packing.py's."""
+    drawn = packing._drawn(blocks, index)
     pieces = _pieces(drawn, places)
     rows_index = np.stack([pieces.tables, pieces.rows], axis=1).astype(np.int32)
     rows = NumpyRows([block for block, _ in drawn.packs], rows_index)
@@ -105,7 +105,7 @@ class _Pieces(Struct, frozen=True, eq=False):
     ordinals: Ints
 
 
-def _pieces(drawn: drawn_packs._Drawn, places: Ints) -> _Pieces:
+def _pieces(drawn: packing._Drawn, places: Ints) -> _Pieces:
     parts = []
     asked = zip(drawn.tables.tolist(), drawn.numbers.tolist(), places.tolist(), strict=True)
     for table, number, row in asked:

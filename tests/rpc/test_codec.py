@@ -29,7 +29,6 @@ from dataplane.rpc import (
     local,
     membership,
     messages,
-    sockets,
     tasks,
 )
 
@@ -138,7 +137,7 @@ def test_bytes_that_are_no_message_are_refused():
 
 
 def test_a_descriptor_travels_beside_its_message():
-    left, right = sockets.pair()
+    left, right = local.pair()
     read_end, write_end = os.pipe()
     local.send(left, tasks.Task(tasks.AttachArena(3)), (write_end,))
     os.close(write_end)
@@ -159,9 +158,9 @@ def _open_descriptors() -> int:
 
 
 def test_a_message_that_is_larger_than_a_packet_comes_whole_with_its_descriptors():
-    left, right = sockets.pair()
+    left, right = local.pair()
     before = _open_descriptors()
-    wide = tasks.Task(tasks.OpenDataset(1, "parquet", os.urandom(10 * sockets.PACKET_BYTES_MAX)))
+    wide = tasks.Task(tasks.OpenDataset(1, "parquet", os.urandom(10 * local.PACKET_BYTES_MAX)))
     read_end, write_end = os.pipe()
     for _ in range(3):
         local.send(left, wide, (write_end,))
@@ -181,7 +180,7 @@ def test_a_message_that_is_larger_than_a_packet_comes_whole_with_its_descriptors
 
 def test_a_large_message_is_read_from_sealed_memory_alone():
     """Reading any other file may block, and unsealed memory may change during the read."""
-    left, right = sockets.pair()
+    left, right = local.pair()
     said = struct.pack("<BQ", 0, 8)
     read_end, write_end = os.pipe()
     unsealed = os.memfd_create("unsealed")
@@ -200,7 +199,7 @@ def test_a_large_message_is_read_from_sealed_memory_alone():
 
 
 def test_a_message_over_the_limit_is_refused_before_it_is_sent():
-    left, right = sockets.pair()
+    left, right = local.pair()
     huge = tasks.Task(tasks.OpenDataset(1, "parquet", bytes(local.MESSAGE_BYTES_MAX)))
     with pytest.raises(errors.ConfigError, match="over the limit"):
         local.send(left, huge)
@@ -210,12 +209,12 @@ def test_a_message_over_the_limit_is_refused_before_it_is_sent():
 
 def test_no_listener_is_a_lost_peer_and_a_taken_name_is_reported():
     with pytest.raises(errors.PeerLost, match="no node listens"):
-        sockets.connect("dataplane-test-nobody", 1.0)
-    listener = sockets.listen(f"dataplane-test-{os.getpid()}")
+        local.connect("dataplane-test-nobody", 1.0)
+    listener = local.listen(f"dataplane-test-{os.getpid()}")
     with pytest.raises(FileExistsError):
-        sockets.listen(f"dataplane-test-{os.getpid()}")
-    client = sockets.connect(f"dataplane-test-{os.getpid()}", 1.0)
-    assert sockets.peer_credentials(client)[1] == os.getuid()
+        local.listen(f"dataplane-test-{os.getpid()}")
+    client = local.connect(f"dataplane-test-{os.getpid()}", 1.0)
+    assert local.peer_credentials(client)[1] == os.getuid()
     client.close()
     listener.close()
 

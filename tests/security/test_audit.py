@@ -43,15 +43,14 @@ from dataplane.model.errors import AccessDenied, ConfigError, PeerLost, VersionM
 from dataplane.model.records import Region
 from dataplane.neighbours import entrance
 from dataplane.node.door import Door
-from dataplane.rpc import fetches, guard, local, sockets, tasks
+from dataplane.rpc import fetches, local, receiving, tasks
 from dataplane.rpc.address import network_of
 from dataplane.rpc.calls import CoordinatorClient
 from dataplane.rpc.grpc_errors import error_of
 from dataplane.rpc.membership import LedgerRequest, StatusRequest
 from dataplane.rpc.services import COORDINATOR, coordinator_methods
-from dataplane.security.calls import CALLS
 from dataplane.security.security import Security
-from dataplane.security.tokens import TokenSource
+from dataplane.security.tokens import CALLS, TokenSource
 from dataplane.store import url_policy
 from dataplane.store.connect import Stores
 from dataplane.store.url_policy import UrlPolicy
@@ -160,7 +159,7 @@ def test_a_coordinator_tells_how_many_refusals_it_has_suppressed(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr(guard, "_trace", Trace("security", clock))
+    monkeypatch.setattr(receiving, "_trace", Trace("security", clock))
 
     async def main() -> None:
         async with serving() as address, client_of(address, STRANGER) as stranger:
@@ -193,7 +192,7 @@ def test_a_lender_tells_how_many_refusals_it_has_suppressed(
 @contextmanager
 def fetching(arena: Arena) -> Iterator[socket.socket]:
     """Our end of the socket of a fetcher that may read files below /data."""
-    ours, theirs = sockets.pair()
+    ours, theirs = local.pair()
     stores = Stores(1.0, policy=UrlPolicy(("/data",)))
     reads = Reads(theirs, {tasks.BLOCK_ARENA: arena}, lambda _: stores)
 
@@ -234,11 +233,11 @@ def test_a_node_tells_how_many_connections_it_has_refused_without_a_line(
 
     async def main() -> None:
         name = f"dp-audit-{os.getpid()}-{time.monotonic_ns()}"
-        door = Door(sockets.listen(name), lambda sock: sock, Trace("node", clock), 1000)
+        door = Door(local.listen(name), lambda sock: sock, Trace("node", clock), 1000)
         door.open()
         with contextlib.ExitStack() as stack:
             for _ in range(16 + NOISE):  # so many may be silent
-                stack.enter_context(sockets.connect(name, 10.0))
+                stack.enter_context(local.connect(name, 10.0))
                 for _ in range(20):
                     await asyncio.sleep(0)
             for each in list(door._visitor_of.values()):

@@ -44,10 +44,9 @@ from dataplane.rpc.membership import (
     StepsSkipped,
 )
 from dataplane.rpc.services import coordinator_methods
-from dataplane.security.calls import Role, WrongTokenError
 from dataplane.security.jwts import Jwts
 from dataplane.security.security import Security
-from dataplane.security.tokens import TokenSource
+from dataplane.security.tokens import Role, TokenSource, WrongTokenError
 
 SECRET = "the-shared-token-of-these-tests-0123456789"
 SHARED = TokenSource("the tests", (SECRET,))

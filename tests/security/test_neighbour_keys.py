@@ -40,8 +40,15 @@ from dataplane.rpc.calls import CoordinatorClient
 from dataplane.rpc.codec import encode
 from dataplane.rpc.membership import JobNodes, StatusRequest
 from dataplane.security.jwts import Jwts
-from dataplane.security.neighbour_keys import NeighbourKeys, keys_in, own_keys
-from dataplane.security.node_identity import SECRET_BYTES, identity_of, is_of, own_identity
+from dataplane.security.node_identity import (
+    SECRET_BYTES,
+    NeighbourKeys,
+    identity_of,
+    is_of,
+    keys_in,
+    own_identity,
+    own_keys,
+)
 from dataplane.security.security import Security
 from dataplane.security.tokens import TokenSource, find
 

@@ -17,7 +17,7 @@ from fake_node import FakeNode, Script, serving
 from shards import arrow_bytes
 from small_nodes import LAUNCHED, alone_and_small
 
-from dataplane.rpc import names
+from dataplane.rpc.address import served_name
 
 
 @pytest.fixture
@@ -30,9 +30,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeNode]]:
         def start(**script: Any) -> FakeNode:
             address = f"fake-{uuid.uuid4().hex[:8]}:1"
             monkeypatch.setenv("DATAPLANE_SERVICE", address)
-            return stack.enter_context(
-                serving(Script(**script), names.served_name(os.getuid(), address))
-            )
+            return stack.enter_context(serving(Script(**script), served_name(os.getuid(), address)))
 
         yield start
 

@@ -36,13 +36,13 @@ from dataplane.worker.death import (
     NOT_STARTED,
     Cause,
     ProcessEnd,
+    WorkerBytes,
     WorkerPlace,
     blame,
     end_of,
     nobody_alive,
 )
 from dataplane.worker.forking import fork_server
-from dataplane.worker.limits import WorkerBytes
 from dataplane.worker.process import WorkerProcess
 
 START = "from dataplane.worker import worker\n"

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from dataplane.rpc import local, sockets, tasks
+from dataplane.rpc import local, tasks
 from dataplane.worker import forking
 from dataplane.worker.forking import ForkedProcess, fork_server
 
@@ -34,7 +34,7 @@ def held(by_exec: None) -> Iterator[None]:
 
 def a_process(role: str = "worker") -> tuple[ForkedProcess, socket.socket, int]:
     """A process, our end of its socket, and its stderr."""
-    ours, theirs = sockets.pair()
+    ours, theirs = local.pair()
     stderr = os.memfd_create("stderr", os.MFD_CLOEXEC)
     with theirs:
         return fork_server.start(role, theirs, stderr, 1 << 30), ours, stderr
@@ -199,11 +199,11 @@ _YOUNG = """
 import os, signal, socket, sys
 import psutil
 from dataplane.node.fork_server import main
-from dataplane.rpc import local, sockets
+from dataplane.rpc import local
 from dataplane.worker.forking import fork_server
 
 def a_process():
-    ours, theirs = sockets.pair()
+    ours, theirs = local.pair()
     with theirs:
         return fork_server.start("worker", theirs, 2, 1 << 30), ours
 

@@ -25,8 +25,8 @@ from dataplane.transforms.canonical import canonical
 from dataplane.transforms.columns import plan_columns
 from dataplane.transforms.stacks import Stack, stack_specs
 from dataplane.worker import row_layout
+from dataplane.worker.apart import open_excerpt, places_of, write_excerpt
 from dataplane.worker.columns import BlockColumns, RowLayout, open_block
-from dataplane.worker.excerpts import open_excerpt, places_of, write_excerpt
 from dataplane.worker.gather import Gather
 from dataplane.worker.rows import Rows
 from dataplane.worker.stacking import canonical_stacked, plan_stacked

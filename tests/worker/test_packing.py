@@ -33,9 +33,8 @@ from dataplane.rpc import tasks
 from dataplane.rpc.messages import Batch
 from dataplane.rpc.tasks import Origin
 from dataplane.worker import worker
-from dataplane.worker.apart import OpenBlock
+from dataplane.worker.apart import OpenBlock, open_excerpt, places_of, write_packs
 from dataplane.worker.columns import BlockColumns, open_block
-from dataplane.worker.excerpts import open_excerpt, places_of, write_packs
 from dataplane.worker.gather import Gathered
 from dataplane.worker.pack_blocks import KnownPacks, PackBlock, PackForm
 from dataplane.worker.packing import CountGather, PackGather
