@@ -193,6 +193,7 @@ STATE = {
     "mixture": "the weights of a mixture, and each change of them",
     "ledger": "the last entry of the job's [ledger](../ledger.md) that it depends on",
     "global_batch": "how many samples a step had",
+    "taken_out": "rows and shards that `loader.tombstone()` took out, each with its epoch and cursor",
     "stages": "the former stages of a run that has changed its recipe",
 }
 

@@ -37,7 +37,15 @@ from dataplane.client.statistics import (
 )
 from dataplane.client.waiting import Notice, Patience
 from dataplane.client.wire import NoAnswer, Wire
-from dataplane.model.changes import MIX, Changes, MixAt, changes_of, check_unchanged, mix_of_entry
+from dataplane.model.changes import (
+    MIX,
+    Changes,
+    MixAt,
+    TakenOut,
+    changes_of,
+    check_unchanged,
+    mix_of_entry,
+)
 from dataplane.model.config import Stage
 from dataplane.model.errors import (
     ClosedError,
@@ -317,6 +325,14 @@ class Session:
             spec = structs.replace(own.spec, stages=())
             self._change(structs.replace(own, spec=spec, finishes=False))
 
+    def take_out(self, gone: tuple[TakenOut, ...]) -> None:
+        """Open the job again without these rows and shards."""
+        if gone == self.request.gone:
+            return
+        if self.following is not None:
+            self.following = structs.replace(self.following, gone=gone)
+        self._change(structs.replace(self.request, gone=gone))
+
     def _change(self, request: OpenJob) -> None:
         with self._making:
             mount, self._mount, self._job = self._mount, None, None
@@ -411,7 +427,8 @@ class Session:
         # Use the stages of the opened job: the node leaves out the last stage if nothing has
         # changed since that stage.
         spec = structs.replace(self.request.spec, stages=mount.job.spec.stages)
-        self.request = structs.replace(self.request, spec=spec, finishes=False)
+        gone = mount.job.gone
+        self.request = structs.replace(self.request, spec=spec, finishes=False, gone=gone)
         self._is_first_reported = False  # report the first batch to the new node too
         self.learn(mount.job.entries)
         return mount

@@ -16,11 +16,11 @@ import msgspec
 from msgspec import Struct, field, structs
 
 from dataplane.base.units import whole
-from dataplane.model.changes import NO_GAPS, EpochSteps, Gaps
+from dataplane.model.changes import NO_GAPS, EpochSteps, Gaps, TakenOut
 from dataplane.model.config import ORDER_VERSION, Fact, JobSpec, Stage, sparse, text_of
 from dataplane.model.errors import ConfigError, SpecMismatch, VersionMismatch
 from dataplane.model.ledger import PLACE_MAX, LedgerMark
-from dataplane.model.records import DatasetIdentity, MixHistory, ShareChange
+from dataplane.model.records import DatasetIdentity, MixHistory, ShareChange, Unsigned
 from dataplane.model.typed import complete
 from dataplane.rpc.messages import JobOpened
 
@@ -175,7 +175,8 @@ class RunState(Struct, frozen=True):
     covers the rows of all steps so far, if they are known. `mix` are the weights of a mixture, and
     `asked_weights` identifies those that its loader was given. `mark` identifies the last entry of
     the job's ledger on which the run depends. `stages` are the former stages of the run. With
-    `global_batch`, a former stage is read to the end of its epoch; 0 if it is unknown.
+    `global_batch`, a former stage is read to the end of its epoch; 0 if it is unknown. `gone` is
+    what the loader removed.
     """
 
     spec_digest: str
@@ -193,6 +194,7 @@ class RunState(Struct, frozen=True):
     values: Mapping[str, str] = field(default_factory=dict)
     stages: tuple[Stage, ...] = ()
     global_batch: int = 0
+    gone: tuple[TakenOut, ...] = ()
 
     @classmethod
     def of(cls, job: JobOpened, epoch: int, cursor: int) -> RunState:
@@ -201,7 +203,7 @@ class RunState(Struct, frozen=True):
         return cls(
             job.digest, epoch, cursor, job.sample_count, spec.facts(), job.dataset, job.pixels,
             asked_weights=spec.asked_weights, mark=job.mark, values=spec.values(),
-            stages=spec.stages, global_batch=spec.global_batch,
+            stages=spec.stages, global_batch=spec.global_batch, gone=job.gone,
         )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
@@ -232,6 +234,8 @@ class RunState(Struct, frozen=True):
             saved["ledger"] = {"entry": self.mark.seq, "head": self.mark.hash}
         if self.global_batch:
             saved["global_batch"] = self.global_batch
+        if self.gone:
+            saved["taken_out"] = [[row.name, row.epoch, row.cursor] for row in self.gone]
         if self.stages:
             saved["stages"] = [sparse(stage) for stage in self.stages]
         return saved
@@ -297,7 +301,7 @@ class RunState(Struct, frozen=True):
             digest, epoch, cursor, count, _options(saved), _dataset(saved), pixels, in_last_step,
             None if rows is None else RowsDigest.from_dict(rows, epoch, cursor), mix, asked,
             _mark(saved), _values(saved), _stages(saved, epoch),
-            _number(saved, "global_batch") if "global_batch" in saved else 0,
+            _number(saved, "global_batch") if "global_batch" in saved else 0, _gone(saved),
         )  # fmt: skip
 
     def check(self, job: JobOpened, *, dataset_moved: bool = False) -> bool:
@@ -507,6 +511,17 @@ def _mark(saved: Mapping[object, object]) -> LedgerMark | None:
         if seq is not None and 0 <= seq < PLACE_MAX and isinstance(head, str):
             return LedgerMark(seq, head)
     raise ConfigError(f"this state is damaged: its ledger is {stored!r:.80}", key="ledger")
+
+
+def _gone(saved: Mapping[str, Any]) -> tuple[TakenOut, ...]:
+    stored = saved.get("taken_out", [])
+    try:
+        rows = msgspec.convert(_plain(stored), complete(tuple[tuple[str, Unsigned, Unsigned], ...]))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"this state is damaged: its taken_out is {stored!r:.160}", key="taken_out"
+        ) from error
+    return tuple(TakenOut(*row) for row in rows)
 
 
 def _stages(saved: Mapping[object, object], epoch: int) -> tuple[Stage, ...]:

@@ -307,18 +307,33 @@ class LeftOut:
         """Return the rows that were ever removed from a block. Blocks are numbered
         as in the order.
         """
+        every = self._every()
+        return () if every is None else every.gone.get(block, ())
+
+    def replaced_by(self, block: int, row: int) -> list[tuple[int, int]]:
+        """Return the rows of shards that were ever removed that this row of a block replaces."""
+        every = self._every()
+        if every is None:
+            return []
+        counts = [source.manifest.block_rows for source in self._job.sources]
+        return every.replaced_by(block, row, np.concatenate(counts))
+
+    def _every(self) -> Substitutes | None:
         ledger = self._ledger
         if ledger is None:
-            return ()
+            return None
         entries = in_force(ledger.entries, ledger.spec, dataset_of(ledger.spec, ledger.dataset))
-        return self._substitutes(changes_of(entries).tombstones).gone.get(block, ())
+        return self._substitutes(changes_of(entries).tombstones)
 
-    def given(self, epoch: int, position: int, block: int, stood: int) -> int:
-        """Return the row that is delivered where the plan has the row `stood` of a block."""
+    def given(self, epoch: int, position: int, block: int, stood: int) -> tuple[int, int]:
+        """Return the block and the row that is delivered where the plan has the row `stood` of a
+        block.
+        """
         rows_for = self.rows_for(self.changes(epoch, position))
         if rows_for is None:
-            return stood
-        return int(rows_for(np.array([block]), np.array([stood]))[0])
+            return block, stood
+        (given,), (row,) = rows_for(np.array([block]), np.array([stood]))
+        return int(given), int(row)
 
     def is_skipped(self, epoch: int, position: int) -> bool:
         """Return whether the job skips this position."""

@@ -38,6 +38,7 @@ from dataplane.commands.traced import (
     split_row,
 )
 from dataplane.model.changes import (
+    ALL_ROWS,
     TOMBSTONE,
     changes_of,
     dataset_of,
@@ -257,11 +258,18 @@ def _weight(text: str) -> tuple[str, float]:
 @click.option(
     "--row",
     "row_names",
-    required=True,
     multiple=True,
     metavar="SHARD:ROW",
     help="The shard's number, url, or end of its url, and the row in it, from 0; of a mixture "
     "SOURCE:SHARD:ROW.",
+)
+@click.option(
+    "--shard",
+    "shard_names",
+    multiple=True,
+    metavar="SHARD",
+    help="A whole shard, such as one that is lost: its number, url, or end of its url; of a "
+    "mixture SOURCE:SHARD.",
 )
 @click.option(
     "--data",
@@ -285,6 +293,7 @@ def tombstone(
     *,
     job: str,
     row_names: tuple[str, ...],
+    shard_names: tuple[str, ...],
     places: tuple[str, ...],
     dataset_moved: bool,
     workers: int,
@@ -297,6 +306,9 @@ def tombstone(
     `dataplane trace` and `where` show the row that replaces another. A running job goes on
     unchanged. The rows stay in their shards.
 
+    Rows of a whole shard are replaced by rows of other blocks. If the shard is gone, name the
+    dataset's manifest with --data, and begin the next launch with this manifest.
+
     If samples are packs, the tokens of a document that was taken out are replaced by tokens of
     another document of the block; all other documents stay where they are. The block is read to
     check that another document with tokens is left.
@@ -307,22 +319,22 @@ def tombstone(
     Examples:
       dataplane tombstone pretrain-7 --row part-00017.parquet:4 --join head:7077
       dataplane tombstone pretrain-7 --row 17:4 --row 17:9 --join head:7077
+      dataplane tombstone pretrain-7 --shard part-00017.parquet --data train.manifest
       dataplane tombstone pretrain-7 --row web:part-00017.parquet:4 --data web=s3://bucket/web/
     """
     from dataplane.plan.tombstones import Substitutes
     from dataplane.rpc.membership import ChangeRequest, RowsTaken
 
+    if not row_names and not shard_names:
+        raise ConfigError("name rows with --row, or shards with --shard", field="row")
     ledger = live_ledger(settings, job)
     dataset = dataset_of(ledger.spec, ledger.dataset)
     options = {
-        "data": places,
-        "dataset_moved": dataset_moved,
-        "workers": workers,
-        "format_name": "",
+        "data": places, "dataset_moved": dataset_moved, "workers": workers, "format_name": "",
         "dp_size": None,
-    }
+    }  # fmt: skip
     traced = of_ledger(settings, options, ledger)
-    rows = _rows(traced, row_names, workers)
+    rows = _rows(traced, row_names, workers) | _whole_shards(traced, shard_names)
     gone = changes_of(in_force(ledger.entries, ledger.spec, dataset)).tombstones
     manifests = [source.manifest for source in traced.sources]
     left = Substitutes(ledger.spec, manifests, sorted({*gone, *rows.values()}))
@@ -333,9 +345,24 @@ def tombstone(
     known = last_of(ledger.entries, TOMBSTONE)
     taken = RowsTaken(tuple(rows.values()), rows_layout(ledger.spec, dataset), known)
     entry, answer = changed(settings, ChangeRequest(job, who(), tombstones=taken))
-    count = output.counted(len(set(rows.values())), "row")
+    count = output.counted(len(set(rows.values())), "shard" if not row_names else "row")
     what = f"{count} will be taken out: {', '.join(rows)}"
     tell(job, what, entry, answer, as_json=as_json)
+
+
+def _whole_shards(job: Traced, names: Sequence[str]) -> dict[str, Tombstone]:
+    """Return the shards with these names.
+
+    Raises:  ConfigError: a shard does not exist.
+    """
+    from dataplane.model.changes import Tombstone
+    from dataplane.plan.tombstones import shard_named
+
+    named = {name: _source(job, f"{name}:0") for name in names}
+    return {
+        name: Tombstone(shard_named(job.sources[at].manifest, shard), ALL_ROWS, at)
+        for name, (at, (shard, _)) in named.items()
+    }
 
 
 def _rows(job: Traced, names: Sequence[str], workers: int) -> dict[str, Tombstone]:
@@ -352,6 +379,8 @@ def _rows(job: Traced, names: Sequence[str], workers: int) -> dict[str, Tombston
     from dataplane.plan.views import filters
 
     parsed = {name: _source(job, name) for name in names}
+    if not names:
+        return {}
     used = {number for number, _ in parsed.values()}
     names_of = {at: row_names(job.sources[at].of_rows, job.sources[at].view) for at in used}
 

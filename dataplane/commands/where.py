@@ -118,6 +118,10 @@ def _about(found: Mapping[str, Any]) -> str:
         said = ["not in any step"]
     if found["is_skipped"]:
         said.append("skipped")
+    if found.get("is_lost"):
+        said.append("its shard is taken out")
+    if found.get("for_lost"):
+        said.append("instead of a row of a shard that is taken out")
     if found["instead_of"] is not None:
         said.append(f"instead of row {found['instead_of']}")
     if found["taken_out_for"] is not None:
@@ -172,18 +176,22 @@ def _places(
     for epoch in epochs:
         order = job.order(epoch)
         steps = job.steps(order, epoch, cursor)
-        for stood in dict.fromkeys((row, *left_out.taken_rows(number))):
-            for place in places_of(steps, order, number, stood):
-                given = left_out.given(epoch, place.position, number, stood)
-                if row in (stood, given):
-                    yield epoch, place, stood, given, {}
+        own = [(number, other) for other in dict.fromkeys((row, *left_out.taken_rows(number)))]
+        for block, stood in [*own, *left_out.replaced_by(number, row)]:
+            for place in places_of(steps, order, block, stood):
+                given, given_row = left_out.given(epoch, place.position, block, stood)
+                if given != block and number in (block, given):
+                    is_own = block == number
+                    yield epoch, place, row, row, {"is_lost": is_own, "for_lost": not is_own}
+                elif block == number and row in (stood, given_row):
+                    yield epoch, place, stood, given_row, {}
 
 
 def _seen(job: Traced, epoch: int, place: Place, about: Mapping[str, Any]) -> bool | None:
     """Return whether the run has consumed the place; None without a run."""
     if job.reached is None:
         return None
-    if about["is_skipped"] or about["taken_out_for"] is not None:
+    if about["is_skipped"] or about["taken_out_for"] is not None or about.get("is_lost"):
         return False
     return place.step is not None and (epoch, place.position) < job.reached
 

@@ -23,7 +23,7 @@ from msgspec import Struct, structs
 
 from dataplane.model.config import JobSpec, Stage
 from dataplane.model.errors import ConfigError
-from dataplane.model.ledger import LedgerEntry, LedgerPosition, canonical
+from dataplane.model.ledger import PLACE_MAX, LedgerEntry, LedgerPosition, canonical
 from dataplane.model.records import DatasetIdentity, End, MixHistory, ShareChange, Unsigned
 
 SKIP, TOMBSTONE, MIX = "skip", "tombstone", "mix"
@@ -36,6 +36,10 @@ BY_BLOCK = "; replaced by a row of block "
 """A part of the reason of rows that were replaced because their whole block is bad."""
 
 Range = tuple[int, int]
+ALL_ROWS = PLACE_MAX - 1
+"""The row of a tombstone that removes a whole shard."""
+LOADER = "loader"
+"""Who removes rows from a run without a coordinator."""
 
 
 class Gaps(Struct, frozen=True):
@@ -182,8 +186,9 @@ class Skip(Struct, frozen=True, order=True):
 
 
 class Tombstone(Struct, frozen=True, order=True):
-    """A row of a shard of a source that was removed; all numbers are 0-based. `of_view` is the
-    row's number among the rows of its block that are in the job's view, or None for the first one.
+    """A row of a shard of a source that was removed, or with ALL_ROWS the shard; all numbers are
+    0-based. `of_view` is the row's number among the rows of its block that are in the job's view,
+    or None for the first one.
     """
 
     shard: Unsigned
@@ -199,6 +204,16 @@ class Tombstone(Struct, frozen=True, order=True):
         if self.of_view is not None:
             return [self.shard, self.row, self.source, self.of_view]
         return [self.shard, self.row, *([self.source] if self.source else [])]
+
+
+class TakenOut(Struct, frozen=True):
+    """A row or a shard that a loader removed at this place of its run, which has no coordinator:
+    SHARD:ROW or SHARD, in a mixture after SOURCE:. Once the job is open, SHARD is a url.
+    """
+
+    name: str
+    epoch: Unsigned
+    cursor: Unsigned
 
 
 class TakenDocument(Struct, frozen=True, order=True):
@@ -415,6 +430,7 @@ def changes_at(
             launch for launch in launches if launch.kind == "start" and launch.position <= place
         ]
         last = last_change_of(starts[-1]) if starts else 0
+    entries = [entry for entry in entries if entry.by != LOADER or entry.position <= place]
     return changes_of(in_force(entries, spec, dataset, last))
 
 

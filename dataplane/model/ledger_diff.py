@@ -15,6 +15,7 @@ from typing import TypeVar
 from msgspec import Struct
 
 from dataplane.model.changes import (
+    ALL_ROWS,
     Changes,
     Tombstone,
     changes_of,
@@ -204,7 +205,7 @@ def _of_rows(both: Sequence[Sequence[_Launch]], specs: tuple[JobSpec, JobSpec]) 
 def _row_named(row: Tombstone, spec: JobSpec) -> str:
     """Return a row's name in the form of `dataplane tombstone`."""
     source = "" if spec.mixture is None else f"{spec.mixture.sources[row.source].name}:"
-    return f"{source}{row.shard}:{row.row}"
+    return f"{source}{row.shard}" + (f":{row.row}" if row.row != ALL_ROWS else "")
 
 
 def _merged(pairs: Sequence[tuple[LedgerPosition, T]]) -> list[tuple[LedgerPosition, T]]:

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from dataplane.base import background
 from dataplane.base.meters import JobMeter, RankMeter
 from dataplane.base.trace import Trace
-from dataplane.model.changes import MIX, EpochSteps, changes_of, check_unchanged
+from dataplane.model.changes import LOADER, MIX, EpochSteps, changes_of, check_unchanged
 from dataplane.model.config import JobSpec, NodeConfig
 from dataplane.model.errors import ClosedError, ConfigError, DataplaneError
 from dataplane.model.ledger import LedgerPosition
@@ -54,7 +54,7 @@ from dataplane.plan.cluster import Cluster
 from dataplane.plan.order import SampleOrder
 from dataplane.plan.shuffled import ShuffledJob, ShuffledSource, source_of_mixture
 from dataplane.plan.slices import Slice
-from dataplane.plan.tombstones import check_tombstones
+from dataplane.plan.tombstones import check_tombstones, own_entries
 from dataplane.rpc import membership, messages
 from dataplane.rpc.base import Coordination
 from dataplane.scheduler.walk import SlabSizes, Walk
@@ -159,6 +159,7 @@ class Jobs:
             advice=_advice(opened, member, self._config.block_arena_bytes),
             entries=(*member.entries, *(member.following.entries if member.following else ())),
             finishing=opened.finishing,
+            gone=member.request.gone,
             **self._marks(member),
         )
 
@@ -189,9 +190,12 @@ class Jobs:
         )
         mixes = [entry for entry in joined.entries if entry.kind == MIX]
         entries = tuple(entry for entry in joined.entries if entry.kind != MIX)
-        request = replace(request, entries=entries)
         try:
-            gone = changes_of(entries).tombstones
+            known, added = own_entries(
+                request.gone, spec, opened.identity, opened.manifests, entries
+            )
+            request = replace(request, entries=(*entries, *added), gone=known)
+            gone = changes_of(request.entries).tombstones
             await asyncio.to_thread(check_tombstones, spec, opened.manifests, gone)
             delivery = self._delivery(request, opened, sizes, joining.pixels)
         except (DataplaneError, asyncio.CancelledError):
@@ -298,7 +302,8 @@ class Jobs:
         """Join again after the lease ran out."""
         joined = await self.places.rejoin(member.joining)
         entries = tuple(entry for entry in joined.entries if entry.kind != MIX)
-        check_unchanged(member.job_id, member.entries, entries)
+        kept = tuple(entry for entry in member.entries if entry.by != LOADER)
+        check_unchanged(member.job_id, kept, entries)
         member.generation = joined.generation
         if member.closed:  # the leave may have come before this join: leave again
             self.places.leave(member.job_id, member.member_id, lost=member.was_lost)

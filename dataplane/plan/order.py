@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Protocol
 
 import numpy as np
@@ -426,6 +427,7 @@ def check_lanes_window(lanes: int, window: int, ramp: int) -> None:
         raise ConfigError(f"ramp is {ramp}: choose 0 to {RAMP_MAX}", field="ramp")
 
 
+_NEVER = -1
 # -- tombstoned order --------------------------------------------------------------------------
 #
 # The order of a job from which rows were removed.
@@ -434,8 +436,13 @@ def check_lanes_window(lanes: int, window: int, ramp: int) -> None:
 class Substitution(Protocol):
     """The rows that replace removed ones (tombstones.py)."""
 
-    def of(self, blocks: Int64, rows: Int64) -> Int64:
-        """Return the row that replaces each of these; rows that were not removed stay."""
+    lost: Int64
+    instead: Int64
+
+    def of(self, blocks: Int64, rows: Int64) -> tuple[Int64, Int64]:
+        """Return the row that replaces each of these, and its block; rows that were not removed
+        stay.
+        """
         ...
 
     def documents(self, block: int) -> tuple[TakenDocument, ...]:
@@ -456,12 +463,34 @@ class TombstonedOrder:
 
     def locate(self, positions: Int64) -> tuple[Int64, Int64]:
         """Implement `SampleOrder.locate`."""
-        blocks, rows = self._order.locate(positions)
-        return blocks, self._substitutes.of(blocks, rows)
+        return self._substitutes.of(*self._order.locate(positions))
 
     def block_span(self, blocks: Int64) -> tuple[Int64, Int64]:
-        """Implement `SampleOrder.block_span`."""
-        return self._order.block_span(blocks)
+        """Implement `SampleOrder.block_span`: a block also has the span of the blocks of removed
+        shards whose rows it replaces, and those have none.
+        """
+        first, last = self._order.block_span(blocks)
+        lost, (others, begin, end) = self._substitutes.lost, self._lost_spans
+        if not len(lost):
+            return first, last
+        at = np.minimum(others.searchsorted(blocks), len(others) - 1)
+        is_other = (others[at] == blocks) & (end[at] >= 0)
+        least = np.where((first >= 0) & (first < begin[at]), first, begin[at])
+        is_lost = np.isin(blocks, lost)
+        first = np.where(is_lost, _NEVER, np.where(is_other, least, first))
+        last = np.where(is_lost, _NEVER, np.where(is_other, np.maximum(last, end[at]), last))
+        return first, last
+
+    @functools.cached_property
+    def _lost_spans(self) -> tuple[Int64, Int64, Int64]:
+        """The blocks whose rows replace others, and the spans of those others together."""
+        first, last = self._order.block_span(self._substitutes.lost)
+        others, at = np.unique(self._substitutes.instead, return_inverse=True)
+        begin, end = np.full(len(others), np.iinfo(np.int64).max), np.full(len(others), _NEVER)
+        is_read = last >= 0
+        np.minimum.at(begin, at[is_read], first[is_read])
+        np.maximum.at(end, at[is_read], last[is_read])
+        return others, begin, end
 
     def pack_keys(self, positions: Int64, blocks: Int64) -> Words:
         """Implement `TracedOrder.pack_keys`."""

@@ -4,7 +4,9 @@
    no other position changes and no other block is read. docs/order.md specifies which row.
 2. The choice depends on the seed, the shard, the row, and the other rows removed from the block;
    not on the epoch, nor on ranks.
-3. If samples are packs, the tokens of a document are replaced: see plan/packs.py. This module gives
+3. Rows of a removed shard are replaced by rows of other blocks, by the rule for blocks that cannot
+   be read.
+4. If samples are packs, the tokens of a document are replaced: see plan/packs.py. This module gives
    only the document's key, and the number of its row.
 """
 
@@ -16,10 +18,23 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from dataplane.model.changes import NO_GAPS, EpochSteps, Gaps, TakenDocument, Tombstone
+from dataplane.model.changes import (
+    ALL_ROWS,
+    LOADER,
+    NO_GAPS,
+    TOMBSTONE,
+    EpochSteps,
+    Gaps,
+    TakenDocument,
+    TakenOut,
+    Tombstone,
+    tombstone_payload,
+)
 from dataplane.model.config import JobSpec
 from dataplane.model.errors import ConfigError
-from dataplane.model.records import End, View
+from dataplane.model.ledger import LedgerEntry, LedgerPosition
+from dataplane.model.records import DatasetIdentity, End, View
+from dataplane.model.redact import unsigned
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import SampleOrder, TracedOrder
 from dataplane.plan.packed_blocks import row_counts
@@ -40,7 +55,7 @@ from dataplane.plan.windows import Int64
 # 3. `places_of` is the inverse of `rows_of_step`.
 
 RowsLeft = Callable[[int], Int64]
-RowsFor = Callable[[Int64, Int64], Int64]
+RowsFor = Callable[[Int64, Int64], tuple[Int64, Int64]]
 
 _SHOWN_MAX = 5
 _DIGITS_MAX = 18
@@ -50,7 +65,7 @@ class StepRows(Struct, frozen=True):
     """The rows of one global batch, in its order. Blocks and shards are numbered in the dataset of
     their source; a job without a mixture has source 0. Where a row was removed from the job, the
     row that replaces it is listed, and `taken_rows` has the removed one's number in its shard; it
-    is -1 elsewhere.
+    is -1 elsewhere, and where a whole shard was removed.
 
     Shapes:  positions, dp_ranks, sources, blocks, block_rows, shards, shard_rows, taken_rows:
     int64[rows].   is_padding, is_skipped: bool[rows].
@@ -187,6 +202,72 @@ def shard_named(manifest: Manifest, name: str) -> int:
     raise ConfigError(f"{len(shards)} shards match {name!r}: {some}. Give a longer part of the url")
 
 
+def own_entries(
+    gone: Sequence[TakenOut],
+    spec: JobSpec,
+    dataset: DatasetIdentity,
+    manifests: Sequence[Manifest],
+    before: Sequence[LedgerEntry] = (),
+) -> tuple[tuple[TakenOut, ...], tuple[LedgerEntry, ...]]:
+    """Return what a loader removed from a job, without the urls that its datasets do not have; and
+    the entries for it, after those `before`.
+
+    Raises:  ConfigError: a name names no row or shard, or a row of a view.
+    """
+    known, places = [], dict[tuple[int, int], list[Tombstone]]()
+    for taken in gone:
+        named = _named(taken.name, spec, manifests)
+        if named is not None:
+            name, tombstone = named
+            known.append(TakenOut(name, taken.epoch, taken.cursor))
+            places.setdefault((taken.epoch, taken.cursor), []).append(tombstone)
+    entries = list(before)
+    for place, rows in places.items():
+        seq, previous = (entries[-1].seq + 1, entries[-1].hash) if entries else (1, "")
+        payload = tombstone_payload(sorted(rows), spec, dataset)
+        at = LedgerPosition(*place)
+        entries.append(LedgerEntry(seq, TOMBSTONE, at, payload, LOADER, 0.0, previous))
+    return tuple(known), tuple(entries[len(before) :])
+
+
+def _named(name: str, spec: JobSpec, manifests: Sequence[Manifest]) -> tuple[str, Tombstone] | None:
+    """Return the full name of a row or a shard, and its tombstone; None for a url that the dataset
+    does not have.
+
+    Raises:  ConfigError: as `own_entries`.
+    """
+    source, rest, prefix = 0, name, ""
+    if spec.mixture is not None:
+        names = [source.name for source in spec.mixture.sources]
+        prefix = max((f"{n}:" for n in names if name.startswith(f"{n}:")), key=len, default="")
+        if not prefix:
+            raise ConfigError(
+                f"{name!r:.200} does not begin with a source of the mixture: give {names[0]}:SHARD "
+                f"or {names[0]}:SHARD:ROW",
+                field="tombstone",
+            )
+        source, rest = names.index(prefix[:-1]), name.removeprefix(prefix)
+    shard_name, _, row = rest.rpartition(":")
+    if not shard_name or not row.isdecimal() or len(row) > _DIGITS_MAX:
+        shard_name, row = rest, ""
+    manifest, view = manifests[source], _sources(spec)[source][0]
+    urls = manifest.shards.urls
+    if "://" in shard_name and shard_name not in urls:
+        return None
+    shard = shard_named(manifest, shard_name)
+    full = f"{prefix}{unsigned(urls[shard])}"
+    if not row:
+        return full, Tombstone(shard, ALL_ROWS, source)
+    if filters(view):
+        raise ConfigError(
+            f"{name!r:.200}: single rows cannot be taken out of a view (where=, sample=, split=): "
+            "leave them out with where= on a column that names them, or take out the shard",
+            field="tombstone",
+        )
+    RowNames(manifest).find(shard, int(row))
+    return f"{full}:{row}", Tombstone(shard, int(row), source)
+
+
 def rows_of_step(
     steps: EpochSteps,
     order: SampleOrder,
@@ -209,13 +290,17 @@ def rows_of_step(
     blocks, rows = order.locate(positions % count)
     first = starts_of([row_names.block_count for row_names in names])
     sources = first.searchsorted(blocks, side="right") - 1
-    stood, rows = rows, rows if rows_for is None else rows_for(blocks, rows)
+    planned, stood = blocks, rows
+    if rows_for is not None:
+        blocks, rows = rows_for(blocks, rows)
+        stood = np.where(blocks == planned, stood, rows)
     blocks = blocks - first[sources]
     shards, shard_rows, taken = (np.empty_like(blocks) for _ in range(3))
     for at in np.unique(sources).tolist():
         own = sources == at
         shards[own], shard_rows[own] = names[at].of(blocks[own], rows[own])
-        taken[own] = shard_rows[own] if rows is stood else names[at].of(blocks[own], stood[own])[1]
+        if rows_for is not None:
+            taken[own] = names[at].of(blocks[own], stood[own])[1]
     taken[rows == stood] = -1
     is_skipped = np.zeros(len(positions), bool)
     for gap, stop in gaps.ranges:
@@ -265,6 +350,8 @@ class Substitutes:
         names = {source: RowNames(manifests[source]) for source in _used(tombstones, manifests)}
         gone = dict[tuple[int, int], dict[int, Tombstone]]()
         for tombstone in tombstones:
+            if tombstone.row == ALL_ROWS:
+                continue
             view = sources[tombstone.source][0]
             if tombstone.of_view is None and filters(view) and not view.resizes:
                 raise _without_number(tombstone)
@@ -294,23 +381,84 @@ class Substitutes:
             for row, keyed in keys.items():
                 places.append((number << _ROW_BITS | row, substitute(keyed, count, rows)))
         self._places, self._rows = np.array(sorted(places), np.int64).reshape(-1, 2).T
-
-    def of(self, blocks: Int64, rows: Int64) -> Int64:
-        """Return the rows that replace these.
-
-        Shapes:  blocks, rows, result: int64[n].
+        lost = [(int(first[source]), source) for source in names]
+        replaced = [
+            (begin + block, begin + other, int(manifests[source].block_rows[other]))
+            for begin, source in lost
+            for block, other in _lost_blocks(manifests[source], source, tombstones, sources)
+        ]
+        self.lost, self.instead, self._instead_rows = np.array(replaced, np.int64).reshape(-1, 3).T
+        """The blocks of removed shards, ascending; those whose rows replace theirs; and how many
+        rows these have.
         """
-        if not len(self._places):
-            return rows
-        places = blocks << _ROW_BITS | rows
-        at = np.minimum(self._places.searchsorted(places), len(self._places) - 1)
-        return np.where(self._places[at] == places, self._rows[at], rows)
+
+    def of(self, blocks: Int64, rows: Int64) -> tuple[Int64, Int64]:
+        """Return the rows that replace these, and their blocks.
+
+        Shapes:  blocks, rows, results: int64[n].
+        """
+        if len(self.lost):
+            at = np.minimum(self.lost.searchsorted(blocks), len(self.lost) - 1)
+            is_lost = self.lost[at] == blocks
+            blocks = np.where(is_lost, self.instead[at], blocks)
+            rows = np.where(is_lost, rows % self._instead_rows[at], rows)
+        if len(self._places):
+            places = blocks << _ROW_BITS | rows
+            at = np.minimum(self._places.searchsorted(places), len(self._places) - 1)
+            rows = np.where(self._places[at] == places, self._rows[at], rows)
+        return blocks, rows
+
+    def replaced_by(self, block: int, row: int, counts: Int64) -> list[tuple[int, int]]:
+        """Return the rows of removed shards that are replaced by this row of a block, given the
+        number of rows of each block.
+        """
+        blocks = np.flatnonzero(self.instead == block)
+        return [
+            (int(self.lost[at]), other)
+            for at in blocks.tolist()
+            for other in range(row, int(counts[self.lost[at]]), int(self._instead_rows[at]))
+        ]
 
     def documents(self, block: int) -> tuple[TakenDocument, ...]:
         """Return the rows that were removed from a block; if samples are packs, these are
         documents.
         """
         return self._documents.get(block, ())
+
+
+def _lost_blocks(
+    manifest: Manifest,
+    source: int,
+    tombstones: Sequence[Tombstone],
+    sources: Sequence[tuple[View, int]],
+) -> list[tuple[int, int]]:
+    """Return the blocks of a source's removed shards, each with the block whose rows replace its.
+
+    Raises:  ConfigError: there is no such shard, or none is left.
+    """
+    shards = {t.shard for t in tombstones if t.source == source and t.row == ALL_ROWS}
+    whole = manifest.whole or manifest
+    if shards and max(shards) >= len(whole.shards):
+        raise ConfigError(f"there is no shard {max(shards)}: the dataset has {len(whole.shards)}")
+    kept = np.arange(manifest.block_count) if manifest.kept is None else manifest.kept
+    of_block = whole.block_shard[kept].astype(np.int64)
+    lost = np.flatnonzero(np.isin(of_block, list(shards)))
+    if 0 < len(lost) == manifest.block_count:
+        raise ConfigError(
+            "all shards that the job reads would be taken out, and none is left to replace them:"
+            " start a job over other shards",
+            field="shard",
+        )
+    starts, among = starts_of(whole.block_rows), set(lost.tolist())
+    firsts = starts[kept[lost]] - starts[whole.shards.block_starts[of_block[lost]]]
+    keys = [
+        substitute_key(sources[source][1], shard, row)
+        for shard, row in zip(of_block[lost].tolist(), firsts.tolist(), strict=True)
+    ]
+    return [
+        (block, substitute(keyed, manifest.block_count, among))
+        for block, keyed in zip(lost.tolist(), keys, strict=True)
+    ]
 
 
 def substitute_key(seed: int, shard: int, row: int) -> int:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from msgspec import field
 
+from dataplane.model.changes import TakenOut
 from dataplane.model.config import JobSpec
 from dataplane.model.ledger import LedgerEntry, LedgerMark
 from dataplane.model.records import (
@@ -117,6 +118,7 @@ class OpenJob(Message, frozen=True):
     follows: bool = False  # whether the rank acts on WeightsAsked
     epoch: Unsigned = 0
     finishes: bool = False
+    gone: tuple[TakenOut, ...] = ()  # removed by the loader; the answer has full names
 
 
 class Finishing(Message, frozen=True):
@@ -154,6 +156,7 @@ class JobOpened(Message, frozen=True):
     mark: LedgerMark | None = None
     marks: tuple[LedgerMark, ...] = ()
     finishing: Finishing | None = None
+    gone: tuple[TakenOut, ...] = ()
 
 
 class DescribeColumns(Message, frozen=True):

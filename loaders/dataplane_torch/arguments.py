@@ -24,6 +24,7 @@ from dataplane.base.units import SECONDS_MAX, meant
 from dataplane.client import identity
 from dataplane.client.endpoint import Embedded, Endpoint, find_endpoint
 from dataplane.client.launch import BegunNode
+from dataplane.model.changes import changes_of
 from dataplane.model.config import BAD_MAX, RAISE, REPLACE
 from dataplane.model.errors import ConfigError, ShardNotFound
 from dataplane.model.joined import with_files
@@ -124,7 +125,7 @@ class JobToOpen(Struct, frozen=True):
         """
         check_pixels(opened.pixels)
         if not self.is_named:
-            digest = opened.spec.joint_digest
+            digest = changes_of(opened.entries).job_digest(opened.spec.joint_digest)
             check_layout(self.request.job_id, self.request.topology, digest)
 
     def check_weights(self, found: WeightsChanged, epoch: int, cursor: int, number: int) -> None:

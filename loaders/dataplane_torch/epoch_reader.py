@@ -48,6 +48,7 @@ class EpochReader:
         self.epoch, self.start_cursor = epoch, cursor
         self.step, self.stride = first_step, stride
         self.valid_count: int | None = None
+        self.is_left = False
         self._decoder = decoder
         self._session, self._steps = session, epoch_steps(session, epoch, cursor)
         self._steps.check_ranks(epoch)
@@ -88,6 +89,8 @@ class EpochReader:
         Raises:  ConfigError: in a forked child.  DataplaneError: the error that the node reports.
         """
         check_process(self._pid)
+        if self.is_left:
+            return None
         if self._stream is None:
             self._follow()
             return self._without_columns()

@@ -255,6 +255,21 @@ class DataLoader(LoaderBase[_T_co]):
         with brief:
             return self._shards.skip(count)
 
+    def tombstone(self, *names: str) -> None:
+        """Take rows ("part-17.parquet:4") or whole shards ("part-17.parquet") out of this run, from
+        the present position on; in a mixture "SOURCE:part-17.parquet". Others take their places, as
+        with `dataplane tombstone`, and later states contain the change. A running pass ends, and
+        the next pass continues its epoch. Every rank must call this after the same step, with the
+        same names.
+
+        Raises:  ConfigError: there is no such row or shard, none is left to replace it, the job is
+        that of a service, or this loader is over a Dataset.
+        """
+        if self._shards is None:
+            raise ConfigError("only loaders over urls have a tombstone()", field="dataset")
+        with brief:
+            self._shards.tombstone(names)
+
     def categories(self, column: str) -> tuple[Any, ...]:
         """Return the values of a column's codes: code i stands for the i-th value. Values are
         sorted, and the same on every rank and in every run over the dataset. A null has the code

@@ -60,11 +60,13 @@ def resumed(
     session.mixes_applied.clear()
     session.return_to_own()
     if isinstance(state_dict, Mapping) and not state_dict:
+        session.take_out(())
         session.change(())
         session.mix = None
         return state_at(session, 0, 0), ""
     state = RunState.from_dict(state_dict)
     stages = state.stages if change is None else stages_with(state, change, before)
+    session.take_out(state.gone)
     finishes = change == FINISH and has_begun(state)
     session.change(stages, state.epoch - state.in_last_step, finishes=finishes)
     if session.job.spec.stages != state.stages:

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from torch.utils.data import IterableDataset
 
 from dataplane.client.describe import describe_columns, read_categories
+from dataplane.client.endpoint import Embedded
 from dataplane.client.launch import BegunNode
 from dataplane.client.mixing import (
     changed,
@@ -27,7 +28,8 @@ from dataplane.client.mount import Pinning
 from dataplane.client.session import Session
 from dataplane.client.state import RowsDigest
 from dataplane.client.statistics import Statistics
-from dataplane.model.errors import ClosedError, ConfigError
+from dataplane.model.changes import TakenOut
+from dataplane.model.errors import ClosedError, ConfigError, DataplaneError
 from dataplane.transforms.mixture_options import MixStep, weights_of
 from dataplane_torch.arguments import Before, JobToOpen, before_of
 from dataplane_torch.device import Target
@@ -261,6 +263,38 @@ class UrlJob:
         skipped = min(steps, left.count)
         self._cursor, self._digested = left.after(skipped), None
         return skipped
+
+    def tombstone(self, names: Sequence[str]) -> None:
+        """Take rows and shards out of the run, from the present position on. The running pass ends,
+        and the next pass continues its epoch.
+        """
+        self._refuse_replay("rows to take out")
+        if not isinstance(self._job.endpoint, Embedded):
+            raise ConfigError(
+                "a job of a service keeps what is taken out of it at the coordinator: run"
+                " `dataplane tombstone`",
+                field="tombstone",
+            )
+        self._turn()
+        session, reader, rows = self._session, self._reader, self._rows()
+        place, known = (self._epoch, self._cursor), session.job.gone
+        if reader is not None:
+            place = reader.epoch, reader.cursor
+        new = [TakenOut(name, *place) for name in names]
+        try:
+            session.take_out((*known, *new))
+            if len(session.job.gone) < len(known) + len(new):
+                raise ConfigError(
+                    f"the dataset does not have all of these shards: {', '.join(names)}",
+                    field="tombstone",
+                )
+        except DataplaneError:
+            session.take_out(known)
+            raise
+        if reader is not None:
+            reader.is_left = True
+        (self._epoch, self._cursor), self._reader = place, None
+        self._digest, self._digested = rows, None
 
     def statistics(self) -> Statistics:
         """Return the work so far, and the causes of the loop's waits."""

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from dataplane.client.state import RowsDigest
 from dataplane.model.changes import (
+    ALL_ROWS,
     Changes,
     EpochSteps,
     Gaps,
@@ -449,6 +450,38 @@ def test_rows_that_a_map_makes_are_numbered_and_replaced_among_themselves():
     assert names.block_of(0, 6) == (0, 6)
     assert names.row_count(0) == 7
     spec = JobSpec(samples.fingerprint, view=View(where="x > 1", map="m:f", resizes=True))
-    instead = Substitutes(spec, [samples], [Tombstone(0, 5)]).of(np.array([0, 0]), np.array([5, 4]))
+    gone = Substitutes(spec, [samples], [Tombstone(0, 5)])
+    _, instead = gone.of(np.array([0, 0]), np.array([5, 4]))
     assert instead[0] == plain.substitute(0, 0, 5, 7, {5})
     assert instead[1] == 4
+
+
+@given(jobs())
+def test_other_blocks_stand_for_those_of_a_removed_shard_and_have_their_spans(job):
+    manifest, spec, epoch, _ = job
+    of_block, seed, count = manifest.block_shard.tolist(), spec.seed, manifest.block_count
+    lost = {block for block, shard in enumerate(of_block) if shard == of_block[-1]}
+    gone = [Tombstone(of_block[-1], ALL_ROWS)]
+    if len(lost) == count:
+        with pytest.raises(ConfigError, match="all shards that the job reads"):
+            check_tombstones(spec, [manifest], gone)
+        return
+    order, whole = delivered_order(spec, [manifest], epoch, gone), order_of(spec, manifest, epoch)
+    positions = np.arange(manifest.sample_count)
+    blocks, rows = order.locate(positions)
+    first, last = order.block_span(blocks)
+    assert ((first <= positions) & (positions <= last)).all()
+    assert (order.block_span(np.array(sorted(lost)))[1] < 0).all()
+    starts = np.cumsum([0, *manifest.block_rows.tolist()])
+    begin = starts[of_block.index(of_block[-1])]
+    for planned, delivered in zip(
+        zip(*map(np.ndarray.tolist, whole.locate(positions)), strict=True),
+        zip(blocks.tolist(), rows.tolist(), strict=True),
+        strict=True,
+    ):
+        block, row = planned
+        if block in lost:
+            row_in_shard = int(starts[block] - begin)
+            block = plain.substitute(seed, of_block[-1], row_in_shard, count, lost)
+            row %= int(manifest.block_rows[block])
+        assert delivered == (block, row)

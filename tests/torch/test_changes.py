@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 from dataplane_torch import DataLoader, Mixture, Pack, ShardedIterableDataset, Source
 from fleet import Run, Service
+from plan.plain import substitute
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from dataplane.cli import run
@@ -382,3 +384,52 @@ def check_documents_of_packs(mixed: Mixture, data: list[str], command: Command) 
     both = command("where", "p", "--row", f"1:{other}", *named)
     assert {one["instead_of"] for one in both} == {None, 6}
     assert {one["position"] for one in gone} < {one["position"] for one in both}
+
+
+def test_a_shard_that_is_lost_is_replaced_by_others_and_nothing_else_moves(
+    shards: str, command: Command, tmp_path: Path
+) -> None:
+    for shard in range(SHARDS):
+        shutil.copy(f"{shards}/s{shard}.parquet", tmp_path)
+    manifest = str(tmp_path / "all.manifest")
+    assert (
+        run(["index", *(f"{tmp_path}/s{at}.parquet" for at in range(SHARDS)), "-o", manifest]) == 0
+    )
+    whole, before = states_of(manifest)
+    data = ("--data", manifest)
+    (tmp_path / "s1.parquet").unlink()
+    command("tombstone", "j", "--shard", "s1.parquet", *data)
+    lost, blocks, expected = range(5, 10), SHARDS * ROWS // GROUP, []
+    for batch in whole:
+        twin = []
+        for row in batch:
+            block, at = divmod(row, GROUP)
+            if block in lost:
+                block = substitute(3, 1, block * GROUP - ROWS, blocks, lost)
+            twin.append(block * GROUP + at)
+        expected.append(twin)
+    found, states = states_of(manifest)
+    assert found == expected
+    for size in (2, 4):
+        assert read(manifest, size)[0] == expected
+        assert read(manifest, size, before[5])[0] == expected[5:]
+    assert states[-1]["digest"] != before[-1]["digest"]
+    step, at = next(
+        (step, batch.index(row))
+        for step, batch in enumerate(whole)
+        for row in batch
+        if row // ROWS == 1
+    )
+    traced = command("trace", "j", "--epoch", "0", "--step", str(step), *data)
+    assert [int(one["shard"][-9]) * ROWS + one["row"] for one in traced] == expected[step]
+    stand_in = expected[step][at]
+    both = command(
+        "where", "j", "--row", f"{stand_in // ROWS}:{stand_in % ROWS}", "--epochs", "0", *data
+    )
+    assert [one["step"] for one in both if one.get("for_lost")].count(step) >= 1
+    (gone,) = command("where", "j", "--row", f"1:{whole[step][at] - ROWS}", "--epochs", "0", *data)
+    assert (gone["is_lost"], gone["seen"]) == (True, False)
+    assert command("ledger", "verify", "j")["ok"]
+    rest = [part for shard in (0, 2) for part in ("--shard", f"{shard}")]
+    said = command("tombstone", "j", *rest, *data, status=2)
+    assert "all shards that the job reads would be taken out" in said

@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import os
+import shutil
 import sys
 import uuid
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ import pytest
 import torch
 from dataplane_torch import DataLoader, Mixture, Pack, ShardedIterableDataset, Source
 from dataplane_torch.arguments import before_of
+from plan import plain
 from warm import WarmPython
 
 from dataplane.cli import run
@@ -450,6 +452,60 @@ def test_steps_are_skipped_without_a_service(folder: Path) -> None:
         assert states[0]["digest"]["value"] == before["digest"]["value"]
     with ranks(some(folder, 0)) as (loader,), pytest.raises(ConfigError, match=r"skip\(-1\)"):
         loader.skip(-1)
+
+
+def test_rows_and_shards_are_taken_out_without_a_service(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    whole, there, away = str(tmp_path / "all.manifest"), tmp_path / "s1.parquet", tmp_path / "away"
+    assert run(["index", *some(tmp_path, 0, 1, 2), "-o", whole]) == 0
+    with ranks(whole) as loaders:
+        plan, later = read(loaders), read(loaders)
+    lost, blocks = range(4, 8), 3 * ROWS // GROUP
+
+    def given(row: int) -> int:
+        block, at = divmod(row, GROUP)
+        if block in lost:
+            block = plain.substitute(3, 1, block * GROUP - ROWS, blocks, lost)
+        return (
+            plain.substitute(3, 0, 7, GROUP, {7}) if (block, at) == (0, 7) else block * GROUP + at
+        )
+
+    expected = [*plan[:2], *([given(row) for row in batch] for batch in plan[2:])]
+    states = []
+    for size in (1, 3):
+        with ranks(whole, size) as loaders:
+            passes = [iter(loader) for loader in loaders]
+            assert read(passes, 2) == expected[:2]
+            there.rename(away)
+            for loader in loaders:
+                loader.tombstone("s1.parquet", "s0.parquet:7")
+            assert read(passes) == []
+            assert read(loaders, 1) == expected[2:3]
+            states += [json.loads(json.dumps(loader.state_dict())) for loader in loaders]
+            ledger = loaders[0].ledger()
+            away.rename(there)
+    there.unlink()
+    assert all(state == states[0] for state in states)
+    for size in (2, 4):
+        with ranks(whole, size, states[0]) as loaders:
+            assert read(loaders) == expected[3:]
+            assert read(loaders) == [[given(row) for row in batch] for batch in later]
+    with ranks(whole, 1, states[0], "finish", seed=5) as loaders:  # also after a change
+        assert read(loaders) == expected[3:]
+        assert not {*itertools.chain(*read(loaders))} & {7, *range(ROWS, 2 * ROWS)}
+        with pytest.raises(ConfigError, match="no shard 's9"):
+            loaders[0].tombstone("s9.parquet")
+        assert len(loaders[0].state_dict()["taken_out"]) == 2
+    (tmp_path / "ledger").write_text(ledger)
+    for step in range(3):
+        capsys.readouterr()
+        asked = ["--data", whole, "--epoch", "0", "--step", str(step), "--json"]
+        assert run(["trace", str(tmp_path / "ledger"), *asked]) == 0
+        rows = json.loads(capsys.readouterr().out)
+        assert [int(row["shard"][-9]) * ROWS + row["row"] for row in rows] == expected[step]
+    assert run(["ledger", "verify", str(tmp_path / "ledger")]) == 0
 
 
 def test_a_run_returns_to_its_epoch_of_what_was_unread(folder: Path) -> None:
