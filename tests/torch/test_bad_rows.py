@@ -20,7 +20,8 @@ import pytest
 from dataplane_torch import CenterCrop, DataLoader, Pack
 from fleet import Log, Service
 from pictures import drawn, encoded
-from shards import example_bytes, json_lines, tar_bytes, tfrecord_bytes
+from sample_files import litdata_bytes, litdata_index, mds_bytes, megatron_bytes
+from shards import example_bytes, json_lines, npy_bytes, tar_bytes, tfrecord_bytes
 
 from dataplane.cli import run
 from dataplane.model.errors import ConfigError, CorruptShard, FunctionError
@@ -125,7 +126,57 @@ def whole(shard: int) -> bytes:
     return sink.getvalue()
 
 
-FORMATS: dict[str, tuple[str, Callable[[int], bytes], dict[str, Any]]] = {
+def csv(shard: int) -> bytes:
+    lines = [f"{row},{texts()[row]}{',' * (row in BAD)}\n" for row in of_shard(shard)]
+    return "".join(["id,text\n", *lines]).encode()
+
+
+def undecodable(content: bytes, shard: int) -> bytes:
+    """The content with bytes that are not UTF-8 in place of the texts of bad rows."""
+    for row in {*BAD} & {*of_shard(shard)}:
+        text = texts()[row].encode()
+        assert text in content
+        content = content.replace(text, b"\xff" * len(text))
+    return content
+
+
+def rows(shard: int) -> list[dict[str, Any]]:
+    return [{"id": row, "text": texts()[row]} for row in of_shard(shard)]
+
+
+def mds(shard: int) -> bytes:
+    return undecodable(mds_bytes({"id": "int", "text": "str"}, rows(shard)), shard)
+
+
+def litdata(shard: int) -> dict[str, bytes]:
+    kinds, names = {"id": "int", "text": "str"}, ["chunk-0-0.bin", "chunk-0-1.bin"]
+    content = undecodable(litdata_bytes(kinds, rows(shard)), shard)
+    return {names[shard]: content, "index.json": litdata_index(kinds, names)}
+
+
+def tokens_of(shard: int) -> list[np.ndarray]:
+    return [np.full(4, row, "<u2") for row in of_shard(shard)]
+
+
+def megatron(shard: int) -> dict[str, bytes]:
+    return dict(
+        zip((f"{shard}.bin", f"{shard}.idx"), megatron_bytes(tokens_of(shard)), strict=True)
+    )
+
+
+def npy(shard: int) -> bytes:
+    return npy_bytes(np.array([(row,) for row in of_shard(shard)], [("id", "<i8")]))
+
+
+def lost_files(shard: int) -> dict[str, bytes]:
+    """A table of paths, some of which name no file."""
+    named = {f"{row}.png": b"%d" % row for row in of_shard(shard)}
+    table = json_lines({"id": row, "path": f"{row}.png"} for row in of_shard(shard))
+    bad = {f"{row}.png" for row in BAD}
+    return {f"{shard}.jsonl": table} | {n: body for n, body in named.items() if n not in bad}
+
+
+FORMATS: dict[str, tuple[str, Callable[[int], bytes | dict[str, bytes]], dict[str, Any]]] = {
     "jsonl": ("jsonl", jsonl, {}),
     "tfrecord": ("tfrecord", tfrecord, {}),
     "tar": ("tar", tar, {}),
@@ -133,6 +184,17 @@ FORMATS: dict[str, tuple[str, Callable[[int], bytes], dict[str, Any]]] = {
     "parquet": ("parquet", parquet, {}),
     "arrow": ("arrow", arrow, {}),
     "map": ("parquet", whole, {"map": "user_functions:rejects"}),
+    "csv": ("csv", csv, {"dtype": {"id": "int64"}}),
+    "mds": ("mds", mds, {}),
+    "litdata": ("bin", litdata, {}),
+    "megatron": ("bin", megatron, {"map": "user_functions:of_tokens"}),
+    "tokens": (
+        "bin",
+        lambda shard: np.concatenate(tokens_of(shard)).tobytes(),
+        {"map": "user_functions:of_tokens", "format": "tokens:uint16,length=4"},
+    ),
+    "npy": ("npy", npy, {"map": "user_functions:rejects"}),
+    "lost": ("jsonl", lost_files, {"files": "path"}),
     "where": ("parquet", whole, {"where": "large * 4 >= 0", "columns": ["id"]}),
     "collate": ("parquet", whole, {"collate": "user_functions:collates"}),
 }
@@ -179,7 +241,10 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def folder_of(tmp_path: Path, name: str) -> str:
     suffix, write, _ = FORMATS[name]
     for shard in range(2):
-        (tmp_path / f"{shard}.{suffix}").write_bytes(write(shard))
+        written = write(shard)
+        several = written if isinstance(written, dict) else {f"{shard}.{suffix}": written}
+        for path, content in several.items():
+            (tmp_path / path).write_bytes(content)
     return str(tmp_path)
 
 
