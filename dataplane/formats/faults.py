@@ -120,6 +120,11 @@ def foreign_faults(url: str, offset: int, what: str) -> Iterator[None]:
         raise corrupt(url, offset, f"{what} ({first[0][:300]})") from fault
 
 
+def reason_of(error: DataplaneError, url: object) -> str:
+    """Return the first line of an error, without the url of the shard."""
+    return str(error).removeprefix(f"{url}: ").partition("\n")[0]
+
+
 MANY_MIN, MANY_SHARE = 16, 2
 _REASON_MAX = 300
 
@@ -153,8 +158,7 @@ def bad_rows(
             middle = (first + stop) // 2
             todo += [(middle, stop), (first, middle)]
             continue
-        shard = f"{error.nouns.get('shard')}: "
-        bad[first] = str(error).removeprefix(shard).partition("\n")[0][:_REASON_MAX]
+        bad[first] = reason_of(error, error.nouns.get("shard"))[:_REASON_MAX]
         is_most = len(bad) > max(MANY_MIN, count // MANY_SHARE) or len(bad) == count
         if is_block and is_most:
             raise fault

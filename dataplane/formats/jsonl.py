@@ -249,6 +249,9 @@ def _sampled(source: ByteSource) -> _Sample:
     """Parse the first lines and infer the types."""
     piece = source.view(0, BLOCK_BYTES)
     lines = bytes(piece)
+    first = lines.removeprefix(_BOM).lstrip(_WHITESPACE)
+    if first and not first.startswith(b"{"):  # perhaps no line of it ever ends
+        raise corrupt(source.url, 0, "not JSON lines", expected="{", found=describe(lines))
     while b"\n" not in lines and len(lines) <= LINE_BYTES_MAX:
         longer = bytes(source.view(0, 2 * len(lines)))
         if len(longer) == len(lines):
@@ -258,9 +261,6 @@ def _sampled(source: ByteSource) -> _Sample:
     lines = lines[: cut or len(lines)]
     if not lines.strip(_WHITESPACE):
         return _Sample({}, pa.table({}), len(lines))
-    first = lines.removeprefix(_BOM).lstrip(_WHITESPACE)
-    if not first.startswith(b"{"):
-        raise corrupt(source.url, 0, "not JSON lines", expected="{", found=describe(lines))
     try:
         return _inferred(source.url, lines, 0)
     except SchemaMismatch:

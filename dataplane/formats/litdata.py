@@ -64,7 +64,7 @@ from dataplane.formats.source import (
     holds_compressed,
     is_compressed,
 )
-from dataplane.model.errors import ConfigError
+from dataplane.model.errors import ConfigError, CorruptShard
 from dataplane.model.records import Region
 from dataplane.plan.columns import NEVER
 
@@ -97,14 +97,22 @@ def described(url: str, content: bytes) -> tuple[str, list[str]] | None:
     """Return the name of the format of the chunks beside an index.json, and the names of the chunks
     in their order; None if another program wrote it.
 
-    Raises:  ConfigError: the chunks are encrypted or of a kind that is not read.
+    Raises:  ConfigError: the chunks are encrypted or of a kind that is not read.  CorruptShard: the
+    index.json is damaged.
     """
     try:
         index = json.loads(content)
+    except ValueError as error:
+        raise CorruptShard(
+            f"{url} is damaged ({error}): restore it; if the .bin files are none of LitData's, "
+            "pass format=",
+            shard=url,
+        ) from error
+    try:
         config, files = index["config"], [entry["filename"] for entry in index["chunks"]]
         kinds, loader = config["data_format"], config.get("item_loader") or ""
         twins = [file for file, count in Counter(files).items() if count > 1]
-    except (ValueError, LookupError, TypeError, RecursionError):
+    except (LookupError, TypeError):
         return None
     if twins:
         raise ConfigError(f"{url} names {twins[0]} twice: remove one of its entries", shard=url)

@@ -61,7 +61,7 @@ from dataplane.rpc.messages import DatasetSource
 from dataplane.rpc.sharing import NodeWork
 from dataplane.store.connect import Stores, connect
 from dataplane.store.expand import expand, missing
-from dataplane.store.local import target_of
+from dataplane.store.local import SPECIAL, target_of
 from dataplane.store.reads import etag_of_size
 from dataplane.store.tables import open_table
 from dataplane.store.urls import FILE_PREFIX, Url, normalise
@@ -189,6 +189,7 @@ def open_manifest(
     keep: KeepPreamble | None = None,
     progress: Progress | None = None,
     workers: int = _INDEXED_AT_ONCE,
+    leaves_out: bool = False,
 ) -> Manifest:
     """Return the manifest of a dataset from the first source that has it, for a node or a command.
     Shards are indexed in workers with the limits of this configuration; `keep` gets the preambles
@@ -209,6 +210,7 @@ def open_manifest(
             connect=stores.connect,
             index_shard=processes.index,
             begin_batches=processes.begin_batches,
+            leaves_out=leaves_out,
         )
 
 
@@ -222,9 +224,11 @@ def index_dataset(
     connect: Connect = connect,
     index_shard: IndexShard | None = None,
     begin_batches: BeginBatches | None = None,
+    leaves_out: bool = False,
 ) -> Manifest:
     """Return the manifest of the shards that `urls` name: saved, from the cache, or newly made. A
-    cache folder of "" caches nothing.
+    cache folder of "" caches nothing. With `leaves_out`, shards that cannot be indexed are left
+    out, and the manifest says so (run.py); it is not cached.
 
     `progress` is called in the caller's thread, at the start and after each shard. `index_shard` is
     called in threads, for the shards that `begin_batches` leaves out, or for all. By default it
@@ -246,11 +250,13 @@ def index_dataset(
         objects = expand(names, connect) if table is None else list(table.files)
         chosen, listed, values = _shards_of(objects, names, format_name, index_shard, connect)
         if listed and is_joined(listed[0].etag):
-            # Of these shards, only numbers are parsed.
-            index_shard, begin_batches = _index_here, None
+            index_shard, begin_batches = _index_here, None  # only numbers are parsed
         version = version_of(chosen)
         keys = shard_keys(version, listed)
-    run = IndexRun(chosen, listed, progress, connect, index_shard or _index_here, begin_batches)
+    run = IndexRun(
+        chosen, listed, progress, connect, index_shard or _index_here, begin_batches,
+        leaves_out=leaves_out,
+    )  # fmt: skip
     if not cache_dir:
         manifest = run.manifest(names, run.indexed(workers, {}, keys, None))
         return with_folder_columns(manifest.with_categories(values), table)
@@ -263,7 +269,8 @@ def index_dataset(
             return with_folder_columns(finished, table)
         indexes = run.indexed(workers, journal.remembered(), keys, journal)
         manifest = run.manifest(names, indexes).with_categories(values)
-        journal.finish(key, manifest, zip(keys, indexes, strict=True))
+        if not run.left_out:
+            journal.finish(key, manifest, zip(keys, indexes, strict=True))
     finally:
         journal.close()
     return with_folder_columns(manifest, table)
@@ -381,16 +388,18 @@ def choose_shards(
 
 
 def _check_links(listed: Sequence[ObjectInfo], shards: Sequence[ObjectInfo]) -> None:
-    """Refuse shards that are symbolic links to missing files, and warn of other links."""
+    """Refuse shards that are symbolic links to missing files, or no files, and warn of others."""
     links = {info.url: target for info in listed if (target := target_of(info))}
     for url in (shard.url for shard in shards if shard.url in links):
+        if links[url] == SPECIAL:
+            raise ShardNotFound(f"{url} is {SPECIAL}, and no file: remove it", shard=url)
         raise ShardNotFound(
             f"{url} is a symbolic link to {links[url]}, which is not there: restore the file, or "
             "remove the link",
             shard=url,
         )
     for url, target in links.items():
-        _trace.failed("a symbolic link that leads nowhere is left out", url=url, target=target)
+        _trace.failed("no file, or a link that leads nowhere, is left out", url=url, target=target)
 
 
 def _check_file_names(shards: Sequence[ObjectInfo]) -> None:

@@ -3,6 +3,8 @@
 1. The manifest depends only on the listing, never on the order in which shards were indexed.
 2. The dataset's schema follows from those of all shards (see shared_schema.py).
 3. Each index is remembered before progress is reported (see journal.py).
+4. A shard that cannot be indexed has no blocks in the manifest, and an etag that says why, if the
+   caller leaves such shards out; but not if they are most of the dataset.
 """
 
 from __future__ import annotations
@@ -26,16 +28,17 @@ from numpy.typing import NDArray
 from typing_extensions import Buffer
 
 from dataplane.formats.base import Block, Format, ShardIndex
+from dataplane.formats.faults import MANY_MIN, MANY_SHARE, reason_of
 from dataplane.formats.joint_types import is_inferred, same_type
 from dataplane.formats.nulls import aligned, alignment, node_count
 from dataplane.formats.source import read_in_threads
 from dataplane.index.journal import IndexJournal
 from dataplane.index.shared_schema import SharedSchema
-from dataplane.model.errors import ClosedError, DatasetChangedError, ShardNotFound
+from dataplane.model.errors import ClosedError, CorruptShard, DatasetChangedError, ShardNotFound
 from dataplane.model.records import ObjectInfo, Region
 from dataplane.plan.columns import NEVER, UNKNOWN
 from dataplane.plan.manifest import Manifest
-from dataplane.plan.shards import IndexedShard
+from dataplane.plan.shards import LEFT_OUT, IndexedShard
 from dataplane.store.base import Store
 from dataplane.store.urls import scheme_of
 
@@ -46,6 +49,7 @@ BeginBatches = Callable[[Format, Sequence[ObjectInfo]], "ShardBatches | None"]
 """Begins to index these shards in batches; None if they are to be indexed one by one."""
 Progress = Callable[["IndexProgress"], None]
 _Single = tuple[int, "Future[ShardIndex]"]
+_REASON_MAX = 300
 
 
 class IndexProgress(Struct, frozen=True):
@@ -140,7 +144,12 @@ class IndexRun:
         connect: Connect,
         index_shard: IndexShard,
         begin_batches: BeginBatches | None = None,
+        *,
+        leaves_out: bool = False,
     ) -> None:
+        self._leaves_out = leaves_out
+        self.left_out: dict[int, CorruptShard] = {}
+        """The shards that cannot be indexed."""
         self._format = chosen
         self._begin_batches = begin_batches
         self._index_shard = index_shard
@@ -167,6 +176,8 @@ class IndexRun:
                 self._arrived(shard, remembered[key])
         todo = [shard for shard, key in enumerate(keys) if key not in remembered]
         self._in_parallel(workers, todo, keys, journal)
+        if len(self.left_out) == len(keys):
+            raise next(iter(self.left_out.values()))
         return [self._done[shard] for shard in range(len(keys))]
 
     def manifest(self, names: Sequence[str], indexes: Sequence[ShardIndex]) -> Manifest:
@@ -174,7 +185,10 @@ class IndexRun:
         schema = self._schemas.merged()
         shapes: dict[int, _Shape] = {}
         shards = []
-        for shard, index in zip(self._listed, indexes, strict=True):
+        for number, (shard, index) in enumerate(zip(self._listed, indexes, strict=True)):
+            if number in self.left_out:
+                reason = reason_of(self.left_out[number], shard.url)
+                shard = replace(shard, etag=f"{LEFT_OUT}{reason:.{_REASON_MAX}}")  # noqa: PLW2901
             shape = shapes.get(id(index.schema))
             if shape is None:
                 shape = shapes[id(index.schema)] = _Shape.of(schema, index.schema)
@@ -196,8 +210,12 @@ class IndexRun:
         try:
             while work.begin():
                 for shard, found in work.ended():
-                    index = found.result() if isinstance(found, Future) else found
-                    self._accept_new(shard, keys[shard], index, journal)
+                    try:
+                        index = found.result() if isinstance(found, Future) else found
+                    except CorruptShard as error:
+                        self._leave_out(shard, error)
+                    else:
+                        self._accept_new(shard, keys[shard], index, journal)
         finally:
             self._stop.set()
             work.close()
@@ -209,6 +227,14 @@ class IndexRun:
             return self._index_shard(self._format, stored)
         except (ShardNotFound, DatasetChangedError) as error:
             raise _unlike_listed(error, listed.url) from error
+
+    def _leave_out(self, shard: int, error: CorruptShard) -> None:
+        """Leave out a shard that cannot be indexed.   Raises:  CorruptShard: most shards cannot."""
+        self.left_out[shard] = error
+        bad, done = len(self.left_out), len(self._done) + 1
+        if not self._leaves_out or bad > max(MANY_MIN, done // MANY_SHARE):
+            raise error
+        self._note_done(shard, ShardIndex(pa.schema([]), (), Region(0, 0), zero_copy=False))
 
     def _accept_new(
         self, shard: int, key: str, index: ShardIndex, journal: IndexJournal | None
@@ -223,6 +249,9 @@ class IndexRun:
             has_rows = any(block.rows for block in index.blocks)
             schema = self._schemas.note(shard, index.schema, has_rows=has_rows)
             index = index if schema is index.schema else replace(index, schema=schema)
+        self._note_done(shard, index)
+
+    def _note_done(self, shard: int, index: ShardIndex) -> None:
         self._done[shard] = index
         self._bytes_done += self._listed[shard].size_bytes
         self._report()

@@ -29,13 +29,13 @@ from dataplane.index.processes import IndexProcesses
 from dataplane.index.projection import Projection
 from dataplane.index.run import Connect, Progress
 from dataplane.model.config import NodeConfig
-from dataplane.model.errors import ConfigError
+from dataplane.model.errors import ConfigError, CorruptShard
 from dataplane.model.joined import FILES, Joined, is_joined
 from dataplane.model.records import View
 from dataplane.plan.columns import NEVER, NullCounts
 from dataplane.plan.manifest import Int64, Manifest
 from dataplane.plan.packed_blocks import NUMBERS, known_counts
-from dataplane.plan.shards import named
+from dataplane.plan.shards import LEFT_OUT, named
 from dataplane.plan.views import check_shares, has_shares, limited, rows_only
 from dataplane.store.layouts import series_together
 from dataplane.store.tables import OpenTable
@@ -43,6 +43,37 @@ from dataplane.transforms.leaves import leaves_of
 from dataplane.transforms.row_filter import reads_columns
 
 __all__ = ["Projection", "check_files"]
+_LISTED_MAX = 20
+
+
+def check_left_out(manifest: Manifest, bad_max: float) -> None:
+    """Refuse a manifest without shards that cannot be indexed, unless they have at most this share
+    of its bytes.
+
+    Raises:  CorruptShard: names the first of them.
+    """
+    bad = left_out(manifest)
+    sizes = manifest.shards.size_bytes
+    share = int(sizes[list(bad)].sum()) / max(int(sizes.sum()), 1)
+    if not bad or 0 < share <= bad_max:
+        return
+    urls = manifest.shards.urls
+    listed = "; ".join(f"{urls[shard]}: {why}" for shard, why in [*bad.items()][:_LISTED_MAX])
+    more = "; …" if len(bad) > _LISTED_MAX else ""
+    way = 'on_bad="replace"' if not bad_max else "a larger bad_max="
+    raise CorruptShard(
+        f"{listed}{more}. {len(bad)} of {len(urls)} shards, with {share:.2%} of the bytes, cannot "
+        f"be indexed: repair them or leave them out (`dataplane verify` lists the damage), or pass "
+        f"{way} to go on without them",
+        shard=urls[next(iter(bad))],
+    )
+
+
+def left_out(manifest: Manifest) -> dict[int, str]:
+    """Return the shards that are left out because they cannot be indexed, and why."""
+    etags = manifest.shards.etags
+    shards = np.flatnonzero(etags.starting_with(LEFT_OUT.encode())).tolist()
+    return {shard: etags[shard].removeprefix(LEFT_OUT) for shard in shards}
 
 
 def canonical_view(view: View) -> View:

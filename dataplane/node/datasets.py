@@ -21,7 +21,7 @@ from functools import partial
 from msgspec import structs
 from msgspec.structs import replace
 
-from dataplane.index.viewing import check_files, explaining_folders
+from dataplane.index.viewing import check_files, check_left_out, explaining_folders
 from dataplane.model.changes import Tombstone
 from dataplane.model.config import JobSpec, MixtureSpec, NodeConfig, SourceSpec, check_source_count
 from dataplane.model.errors import ConfigError
@@ -168,6 +168,7 @@ class Datasets:
                 known=columns,
                 categories=categories,
             )
+            check_left_out(manifest, spec.view.bad_max)
             is_exact = not (spec.view.bad_max or spec.view.where)
             if is_exact and manifest.format == FILES and IMAGE in columns.top_level:
                 check_files(manifest, columns.schema)

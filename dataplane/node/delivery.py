@@ -17,6 +17,7 @@ from dataplane.arena.slab_layout import ALIGN_BYTES, SHAPE_BYTES, row_bytes, row
 from dataplane.arena.slots import AHEAD_SLOTS_MIN, SlotLayout, plan_slots
 from dataplane.base.meters import JobMeter
 from dataplane.base.trace import Trace
+from dataplane.index.viewing import left_out
 from dataplane.model.changes import BY_BLOCK, ReplacedRow, changes_of
 from dataplane.model.config import JobSpec, NodeConfig
 from dataplane.model.errors import (
@@ -291,6 +292,14 @@ class ReplacedRows:
                 url, reason = redacted(unsigned(row.url)), row.reason
                 short = replace(row, url=url[:_TEXT_MAX], reason=reason[:_TEXT_MAX])
                 self._note(delivery, short)
+
+    def note_left_out(self, delivery: DeliveryArena) -> None:
+        """Note the shards that are left out since they cannot be indexed, each as its first row."""
+        for dataset in delivery.datasets:
+            for shard, why in left_out(dataset.manifest).items():
+                url = redacted(unsigned(dataset.manifest.shards.urls[shard]))[:_TEXT_MAX]
+                reason = f"the shard is left out, since it cannot be indexed: {why}"
+                self._note(delivery, ReplacedRow(url, shard, 0, 0, reason))
 
     def count(self, job_id: str) -> int:
         """Return how many replaced rows of a job were counted; counting stops at a limit."""

@@ -22,6 +22,7 @@ from typing import cast
 from msgspec import Raw, Struct, field
 from msgspec.structs import replace
 
+from dataplane.formats.faults import reason_of
 from dataplane.model.errors import (
     ConfigError,
     CorruptShard,
@@ -511,7 +512,7 @@ class OtherBlocks:
         else:
             return False
         self._tried[effect.key] = tried
-        reason = str(error).removeprefix(f"{raw.url}: ").partition("\n")[0]
+        reason = reason_of(error, raw.url)
 
         connect, head, place = self._connect, other.preamble_place, other.place
 

@@ -363,6 +363,7 @@ class Jobs:
             )
             self._deliveries[key] = delivery
             self.opener.open_delivery(delivery)
+            self._engine.replaced.note_left_out(delivery)
         return delivery
 
 

@@ -93,7 +93,9 @@ class EarlyOpening:
     def _open(self) -> None:
         try:
             stores = self.stores.stores
-            opened = open_manifest(self._config, stores, self._source, keep=self._remember)
+            opened = open_manifest(
+                self._config, stores, self._source, keep=self._remember, leaves_out=True
+            )
         except BaseException as error:  # noqa: BLE001 - raised for the caller, even a panic
             self._opened.set_exception(error)
         else:
@@ -147,7 +149,9 @@ class ManifestSources:
             return begun.result()
         with contextlib.suppress(DataplaneError):
             self._begin(source.urls[0])
-        manifest = open_manifest(self._config, self._stores, source, given=given, keep=self._keep)
+        manifest = open_manifest(
+            self._config, self._stores, source, given=given, keep=self._keep, leaves_out=True
+        )
         if self._policy is not None:
             self._policy.check_all(manifest.shards.urls)
         return manifest

@@ -41,6 +41,10 @@ class BlockExtent(Protocol):
     def columns(self) -> Sequence[int]: ...
 
 
+LEFT_OUT = "left out: "
+"""The beginning of the etag of a shard that cannot be indexed; the reason follows."""
+
+
 class IndexedShard(Struct, frozen=True):
     """One shard as it was listed, with the results of indexing it. `nulls` has the count of each
     field node of the dataset's schema, as in NullCounts; empty if nothing is known.

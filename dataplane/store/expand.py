@@ -291,6 +291,8 @@ def _near_file(url: str) -> str:
     import difflib
 
     names = sorted(entry.name for entry in islice(os.scandir(folder), 10_000))
+    if path.name in names:  # it is there, but is no regular file
+        return ""
     # Also compare with the beginnings of names: the text before a wildcard is only a beginning.
     starts = {name[: len(path.name) + 1]: name for name in reversed(names)}
     near = difflib.get_close_matches(path.name, names, n=_NAMES_SHOWN) or [

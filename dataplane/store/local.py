@@ -25,6 +25,8 @@ from dataplane.store.urls import FILE_PREFIX, local_path
 
 _NOT_THERE = (FileNotFoundError, NotADirectoryError)
 _BROKEN = "link to "
+SPECIAL = "a pipe, a socket or a device"
+"""The target of what is neither a file nor a folder."""
 
 
 def local_etag(status: os.stat_result) -> str:
@@ -40,8 +42,8 @@ class LocalStore:
     """The file system, with urls "file:///absolute/path". Paths are raw: nothing is quoted."""
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Implement `Store.list`. A broken symbolic link is listed as an object without bytes;
-        `target_of` recognizes it.
+        """Implement `Store.list`. A broken symbolic link, or what is no regular file, is listed as
+        an object without bytes; `target_of` recognizes it.
         """
         start = _path(prefix)
         folder = start if prefix.endswith("/") else start.parent
@@ -130,6 +132,8 @@ def _walk(folder: Path, prefix: str, entered: set[tuple[int, int]]) -> Iterator[
             yield from _walk(Path(entry.path), prefix, entered | {place})
         elif stat.S_ISREG(status_of_entry.st_mode):
             yield ObjectInfo(url, status_of_entry.st_size, local_etag(status_of_entry))
+        else:
+            yield ObjectInfo(url, 0, f"{_BROKEN}{SPECIAL}")
 
 
 def _described(url: str, status: os.stat_result) -> ObjectInfo:

@@ -350,6 +350,43 @@ def test_too_many_bad_rows_end_the_run_with_a_list(tmp_path: Path, service: str)
             assert f"{row // SHARD}.jsonl row {row % SHARD}: " in str(caught.value)
 
 
+def test_shards_that_cannot_be_indexed_are_left_out(
+    tmp_path: Path, service: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for shard in range(4):
+        (tmp_path / f"{shard}.parquet").write_bytes(whole(shard % 2))
+    content = whole(0)
+    (tmp_path / "2.parquet").write_bytes(content[: len(content) // 2])
+    (tmp_path / "3.parquet").write_bytes(b"")
+    says = (
+        r"2\.parquet: .*; .*3\.parquet: .* is empty.*2 of 4 shards, with [\d.]+% of the bytes, .*"
+    )
+    for options, way in (({}, 'on_bad="replace"'), (OPTIONS, "a larger bad_max=")):
+        with (
+            DataLoader(str(tmp_path), 12, **options) as loader,
+            pytest.raises(CorruptShard, match=says + way),
+        ):
+            ids(loader)
+    options = {**OPTIONS, "bad_max": 0.3}
+    with DataLoader(str(tmp_path), 12, name="left-out", **options) as loader:
+        alone = ids(loader)
+    assert sorted(alone) == list(range(ROWS))
+    listed = [
+        (row["shard"], row["reason"][:22]) for row in quarantined(service, "left-out", capsys)
+    ]
+    assert listed == [(2, "the shard is left out,"), (3, "the shard is left out,")]
+    with DataLoader(str(tmp_path), 12, **options) as loader:
+        begun = [number for batch in itertools.islice(loader, 3) for number in batch["id"].tolist()]
+        state = loader.state_dict()
+    with DataLoader(str(tmp_path), 12, **options) as loader:
+        loader.load_state_dict(state)
+        assert begun + ids(loader) == alone
+    (tmp_path / "3.parquet").unlink()
+    (tmp_path / "2.parquet").unlink()
+    with DataLoader(str(tmp_path), 12, **options) as loader:
+        assert ids(loader) == alone, "the order is that of the other shards"
+
+
 def test_the_limit_is_of_the_epoch_on_whichever_nodes_its_rows_are_read(
     tmp_path: Path, service: str
 ) -> None:
