@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import mmap
 import os
@@ -47,7 +48,8 @@ class MappedShard(Struct, frozen=True, weakref=True, eq=False):
         if self.is_far:
             # NFS, Lustre and others read little ahead of page faults, but all that they are told.
             start = offset // mmap.PAGESIZE * mmap.PAGESIZE
-            self.mapping.madvise(mmap.MADV_WILLNEED, start, offset + length - start)
+            with contextlib.suppress(OSError):  # it is only advice
+                self.mapping.madvise(mmap.MADV_WILLNEED, start, offset + length - start)
         populate(self.mapping, offset, length)
 
     def populate(self, columns: BlockColumns) -> None:

@@ -189,6 +189,10 @@ def shortened(value: float) -> float:
 
 
 HUES = ("--blue", "--green", "--pink", "--olive", "--sky", "--slate")
+_STYLES = (
+    *(("solid", "", "circle"), ("dash", "/", "diamond")),
+    *(("dashdot", "\\", "square"), ("longdash", "+", "star")),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,5 +220,6 @@ def marks(names: Iterable[str]) -> Marks:
 
 
 def _mark(place: int) -> Mark:
-    hue = HUES[place // 2 % len(HUES)]
-    return Mark(hue, "dash", "/", "diamond") if place % 2 else Mark(hue)
+    more, place = divmod(place, 2 * len(HUES))
+    dash, pattern, symbol = _STYLES[(2 * more + place % 2) % len(_STYLES)]
+    return Mark(HUES[place // 2], dash, pattern, symbol)
