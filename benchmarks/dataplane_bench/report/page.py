@@ -20,7 +20,7 @@ from dataplane_bench.report.axes import Plot, marks
 from dataplane_bench.report.figures import CaseFigures, case_figures
 from dataplane_bench.report.results import BenchReport
 
-_DASHES = {"solid": "", "dash": "7 4", "dot": "2 4"}
+_DASHES = {"solid": "", "dash": "7 4", "dot": "2 4", "dashdot": "7 3 2 3", "longdash": "11 4"}
 
 
 def write(report: BenchReport, path: Path) -> None:
