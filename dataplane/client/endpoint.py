@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import socket
 import time
-from typing import Protocol
 
 from msgspec import Struct, field
 
@@ -23,40 +22,6 @@ from dataplane.rpc.address import embedded_name, served_name
 from dataplane.rpc.messages import DatasetSource, Welcome
 
 START_TIMEOUT_S = 60.0
-
-
-class Endpoint(Protocol):
-    """A way to reach a node. A value that may be pickled and sent to DataLoader workers."""
-
-    @property
-    def start_s(self) -> float:
-        """The minimum time to wait for a first connection, even if settings give a shorter time."""
-        ...
-
-    @property
-    def whom(self) -> str:
-        """The node's description in messages."""
-        ...
-
-    def begin(self, source: DatasetSource) -> BegunNode | None:
-        """Start a node before its first use, if this process starts its nodes and there is none
-        yet. The node begins to open this dataset. Do not wait, and raise no errors: `reach` tries
-        again.
-        """
-        ...
-
-    def reach(self, deadline: float, notice: Notice, source: DatasetSource) -> tuple[Wire, Welcome]:
-        """Try once to reach a node, which will open this dataset. Return a connection on which the
-        node has sent its Welcome, and the Welcome.
-
-        Raises:  PeerLost: there is no node, or it is gone. The error has the noun `status` if a
-        node exited by itself during its start: another node would fail in the same way.
-        """
-        ...
-
-    def given_up(self, waited_s: float, error: PeerLost) -> PeerLost:
-        """Return the error to raise after trying for this long."""
-        ...
 
 
 class Embedded(Struct, frozen=True):
@@ -76,9 +41,11 @@ class Embedded(Struct, frozen=True):
         return "the node of this run on this host"
 
     def reach(self, deadline: float, notice: Notice, source: DatasetSource) -> tuple[Wire, Welcome]:
-        """Connect, or bind the socket name and start a node on it.
+        """Connect, or bind the socket name and start a node on it, which will open this dataset.
+        Return a connection on which the node has sent its Welcome, and the Welcome.
 
-        Raises:  PeerLost: the node ended during its start (with its last output); or the node does
+        Raises:  PeerLost: the node ended during its start (with its last output, and the noun
+        `status` if it exited by itself: another node would fail in the same way); or the node does
         not answer; or another process has the name but is exiting or not listening yet.
         """
         try:
@@ -101,7 +68,10 @@ class Embedded(Struct, frozen=True):
         )
 
     def begin(self, source: DatasetSource) -> BegunNode | None:
-        """Start the node, unless its name is taken by a node or by a rank that is starting one."""
+        """Start the node before its first use, unless its name is taken by a node or by a rank that
+        is starting one. The node begins to open this dataset. Do not wait, and raise no errors:
+        `reach` tries again.
+        """
         try:
             return self._started(time.monotonic() + START_TIMEOUT_S, source)
         except (FileExistsError, DataplaneError):
@@ -169,6 +139,10 @@ class Served(Struct, frozen=True):
             peer=self.address,
             last_error=str(error),
         )
+
+
+Endpoint = Embedded | Served
+"""A way to reach a node. A value that may be pickled and sent to DataLoader workers."""
 
 
 def find_endpoint(service: str | None, run: str) -> Endpoint:

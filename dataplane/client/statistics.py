@@ -10,6 +10,8 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Iterable
+from operator import add
+from typing import Any
 
 from msgspec import Struct
 
@@ -219,30 +221,27 @@ def sum_of(parts: Iterable[Statistics]) -> Statistics:
     return total
 
 
+_COUNTS = (
+    "slabs", "batches", "samples", "read_bytes", "copied_slabs",
+    "disk_bytes", "neighbour_bytes", "memory_bytes",
+)  # fmt: skip
+_WAITS = 6
+_TIMES = (
+    "fetch_wait_s", "decode_wait_s", "room_wait_s", "queue_wait_s", "assemble_wait_s",
+    "other_wait_s", "reading_s", "decoding_s", "assembling_s", "disk_wait_s",
+)  # fmt: skip
+
+
 class Tally:
     """Statistics of one stream; used by one thread at a time."""
-
-    __slots__ = (
-        "_by_place",
-        "_consumed_s",
-        "_counts",
-        "_in_hand",
-        "_times",
-        "_waits",
-        "_workers",
-        "is_closed",
-        "replayed",
-    )
 
     def __init__(self) -> None:
         self.is_closed = False
         self.replayed = 0
         self._consumed_s = 0.0
-        self._counts = (0, 0, 0, 0, 0)
-        self._by_place = (0, 0, 0)
-        """Bytes from the node's disk, from neighbours and from memory."""
-        self._waits: Waits = (0, 0, 0, 0, 0, 0)
-        self._times = (0, 0, 0, 0)
+        self._counts = (0,) * len(_COUNTS)
+        self._times = (0,) * len(_TIMES)
+        """In microseconds."""
         self._workers = 0
         self._in_hand: tuple[Slab, Waits, bool] | None = None
 
@@ -260,42 +259,23 @@ class Tally:
             return
         (slab, waits, was_copied), self._in_hand = self._in_hand, None
         self._consumed_s += seconds
-        times = slab.times
-        slabs, batches, samples, read, copied = self._counts
-        self._counts = (
-            slabs + 1,
-            batches + len(slab.batches),
-            samples + sum([batch.valid for batch in slab.batches]),
-            read + times.read_bytes,
-            copied + was_copied,
-        )
-        on_disk, given, from_memory = self._by_place
-        self._by_place = (
-            on_disk + times.disk_bytes,
-            given + times.neighbour_bytes,
-            from_memory + times.memory_bytes,
-        )
-        a, b, c, d, e, f = self._waits
-        u, v, w, x, y, z = waits
-        self._waits = (a + u, b + v, c + w, d + x, e + y, f + z)
-        a, b, c, d = self._times
-        self._times = (
-            a + times.reading,
-            b + times.decoding,
-            c + times.assemble,
-            d + times.disk,
-        )
+        times, samples = slab.times, sum([batch.valid for batch in slab.batches])
+        counts = (
+            1, len(slab.batches), samples, times.read_bytes, was_copied,
+            times.disk_bytes, times.neighbour_bytes, times.memory_bytes,
+        )  # fmt: skip
+        spent = (*waits, times.reading, times.decoding, times.assemble, times.disk)
+        self._counts = tuple(map(add, self._counts, counts))
+        self._times = tuple(map(add, self._times, spent))
         self._workers = times.workers
 
     def statistics(self) -> Statistics:
         """Return the statistics up to now."""
-        slabs, batches, samples, read, copied = self._counts
-        fetch, decode, room, queue, assemble, other = (us / _US_A_S for us in self._waits)
-        reading, decoding, assembling, disk = (us / _US_A_S for us in self._times)
+        sums: dict[str, Any] = dict(zip(_COUNTS, self._counts, strict=True))
+        sums |= {name: us / _US_A_S for name, us in zip(_TIMES, self._times, strict=True)}
         return Statistics(
-            slabs, batches, samples, read, copied, self._workers, self._consumed_s,
-            sum(self._waits) / _US_A_S, fetch, decode, room, queue, assemble, other,
-            reading, decoding, assembling, disk, *self._by_place, self.replayed,
+            worker_count=self._workers, consumed_s=self._consumed_s,
+            waited_s=sum(self._times[:_WAITS]) / _US_A_S, replayed_batches=self.replayed, **sums,
         )  # fmt: skip
 
 

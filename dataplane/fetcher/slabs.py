@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from dataplane.arena.memfd import BorrowedArenas
 from dataplane.base.trace import Trace
 from dataplane.model.errors import ClosedError, DataplaneError, NeighbourGone
-from dataplane.neighbours.asking import Lines, Place, SlabAsk
+from dataplane.neighbours.asking import Lines, Place
 from dataplane.neighbours.line_tls import LineTls
 from dataplane.neighbours.wire import Answer, Outcome
 from dataplane.rpc import fetches
@@ -131,17 +131,16 @@ class MadeSlabs:
 
     def _answer(self, making: _Making) -> Answer:
         """Request the slab.   Raises:  NeighbourGone, ClosedError."""
-        order, request = making.order, making.request
-        ask = SlabAsk(order.request, order.request_opening, order.into.length)
+        order = making.order
         try:
             with self._memory(order) as place:
-                answer = self._lines.read_slab(order.maker, ask, place, making.hold, request.claim)
+                answer = self._lines.read_slab(order, place, making.hold)
         except NeighbourGone:
             if making.why_dropped is not None:
                 raise making.why_dropped from None
             raise
         finally:
-            request.release()
+            making.request.release()
         if answer.outcome is not Outcome.GIVEN:
             peer = order.maker.node_id
             why = f"the node {peer} at {order.maker.address} refused to make a slab"

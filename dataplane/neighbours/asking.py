@@ -35,7 +35,7 @@ from dataplane.neighbours.line_tls import LINE_BYTES_MAX, LineTls, why_refused
 from dataplane.neighbours.wire import HANDSHAKE_S, Answer, Outcome, Receipt
 from dataplane.rpc.address import TcpAddress, parse
 from dataplane.rpc.bounds import check_data_address
-from dataplane.rpc.fetches import Neighbour, SlabMaker
+from dataplane.rpc.fetches import Neighbour, ReadSlab, SlabMaker
 from dataplane.rpc.lending import NO_DATASET, Request
 
 # -- receiving -------------------------------------------------------------------------------------
@@ -199,23 +199,6 @@ class Openings:
                 self._changed.notify_all()
 
 
-class SlabAsk(Struct, frozen=True):
-    """An encoded MakeSlab, the same MakeSlab with what a maker needs to open the job (b"" if
-    unknown), and the room for the slab in bytes.
-    """
-
-    request: bytes
-    opening: bytes
-    room: int
-
-    def requests(self) -> list[Request]:
-        """Return the requests to send: first without, and if the maker does not know the job, with
-        what it needs to open the job.
-        """
-        slab = Request(0, NO_DATASET, 0, 0, self.room, BlockForm.SLAB)
-        return [replace(slab, slab=body) for body in (self.request, self.opening) if body]
-
-
 class _Line(Struct, eq=False):
     """A connection with the address `place`."""
 
@@ -297,19 +280,21 @@ class Lines:
         request = Request(0, *of_block, length, neighbour.form, count)
         return self._use(neighbour, [request], _ANSWER_S, parts, hold, claim)
 
-    def read_slab(
-        self, maker: SlabMaker, ask: SlabAsk, place: Place, hold: Hold, claim: Claim
-    ) -> Answer:
+    def read_slab(self, order: ReadSlab, place: Place, hold: Hold) -> Answer:
         """Request a slab, and read it into the memory of `place` if it is sent. The slab's note is
-        in the answer.
+        in the answer. The first request does not say how to open the job; the second one does, and
+        is sent if the maker does not know the job.
 
-        Raises:  NeighbourGone, and what `place`, `hold` and `claim` raise.
+        Raises:  NeighbourGone, and what `place` and `hold` raise.
         """
 
         def parts(answer: Answer) -> Sequence[memoryview]:
             return [place(answer.length)]
 
-        return self._use(maker, ask.requests(), _SLAB_ANSWER_S, parts, hold, claim)
+        slab = Request(0, NO_DATASET, 0, 0, order.into.length, BlockForm.SLAB)
+        bodies = (order.request, order.request_opening)
+        requests = [replace(slab, slab=body) for body in bodies if body]
+        return self._use(order.maker, requests, _SLAB_ANSWER_S, parts, hold, lambda: None)
 
     def cut_off(self, address: str) -> None:
         """Close all connections with this address; the calls that use them fail."""

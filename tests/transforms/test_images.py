@@ -22,8 +22,8 @@ from dataplane.model.records import ColumnSpec, Cut, ImageSpec, Kind
 from dataplane.transforms import draws
 from dataplane.transforms.image_steps import steps_of
 from dataplane.transforms.images import delivered, image_spec, image_specs
-from dataplane.transforms.not_images import said_of
 from dataplane.transforms.pixels_library import maker
+from dataplane.transforms.pixels_pillow import said_of
 from dataplane.transforms.stacks import Stack, stack_specs
 from dataplane.transforms.steps.kind import Crops
 from dataplane.transforms.steps.random_resized_crop import logarithm, power
