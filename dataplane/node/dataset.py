@@ -435,6 +435,7 @@ def _message(
         finds_columns=found.finds is FOUND_COLUMNS,
         counts_rows=found.finds is COUNTED_ROWS,
         seed=spec.seed if is_random or spec.view.bad_max else 0,
+        images=spec.transforms if spec.view.bad_max and found.finds is None else (),
     )
 
 

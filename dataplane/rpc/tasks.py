@@ -70,6 +70,7 @@ class OpenDataset(Message, frozen=True):
     counts_rows: bool = False
     seed: Unsigned = 0  # seed of the random numbers of view.map; 0 if view.map takes none
     epoch: int | None = None  # the epoch for which view.map draws; None: the same for all
+    images: tuple[ImageSpec, ...] = ()  # a block of which none can be decoded is bad as a whole
 
 
 class RawBlockRef(Message, frozen=True):

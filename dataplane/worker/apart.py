@@ -8,15 +8,24 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pyarrow as pa
 from msgspec import Struct
 
 from dataplane.arena.slab_layout import NUMBER_BYTES, row_numbers_bytes
 from dataplane.model.changes import ReplacedRow
-from dataplane.model.errors import ImageError, RowOutOfBounds
+from dataplane.model.errors import CorruptShard, ImageError, RowOutOfBounds
 from dataplane.model.records import ColumnSpec
 from dataplane.rpc import tasks
 from dataplane.rpc.messages import Batch
-from dataplane.worker.columns import BlockColumns, Bytes, Ints, RowIndex, RowLayout, by_block
+from dataplane.worker.columns import (
+    BlockColumns,
+    Bytes,
+    Ints,
+    RowIndex,
+    RowLayout,
+    by_block,
+    open_block,
+)
 from dataplane.worker.decoding import ReadDataset
 from dataplane.worker.gather import Gather
 from dataplane.worker.mapped import MappedShard
@@ -166,6 +175,23 @@ def image_fault(
     except ImageError as error:
         return error
     return None
+
+
+def check_images(dataset: ReadDataset, raw: tasks.RawBlockRef, batch: pa.RecordBatch) -> None:
+    """Check that the images of a row of a decoded block can be decoded, as in epoch 0.
+
+    Raises:  CorruptShard: those of no row can.
+    """
+    origin = tasks.Origin(raw.url, raw.shard, raw.first_row, bool(raw.stored_rows))
+    block = OpenBlock(open_block(batch, dataset.plan.specs), None, origin, None, None)
+    render, fault = tasks.Render(dataset.images, dataset.seed, 0), None
+    for row in range(batch.num_rows):
+        fault = image_fault(dataset, render, block, row)
+        if fault is None:
+            return
+    raise CorruptShard(
+        f"{raw.url}: no image of block {raw.index} can be decoded: {fault}", shard=raw.url
+    )
 
 
 def scratch(gather: Gather | PackGather | CountGather) -> None:

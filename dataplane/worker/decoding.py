@@ -12,7 +12,7 @@ from dataplane.arena.memfd import Arena
 from dataplane.formats import base, folders, registry
 from dataplane.formats.unsupported import supported_names
 from dataplane.model.errors import CorruptShard, FunctionError
-from dataplane.model.records import Region
+from dataplane.model.records import ImageSpec, Region
 from dataplane.rpc import tasks
 from dataplane.transforms.made_columns import MappedColumns, mapped_in
 from dataplane.transforms.row_filter import BlockRows, RowFilter, filtered, reads_columns
@@ -35,7 +35,8 @@ class ReadDataset(Struct):
     """A dataset as one job reads it. `columns` are decoded; `is_whole`: they are all columns of its
     shards. `rows` chooses rows of each block; after that, only the `top_level` columns are kept,
     and `mapping` makes other columns of them. `packs`: the rows of a batch are packs of the blocks'
-    rows. `replaces`: rows that cannot be read are replaced by others, drawn with the `seed`.
+    rows. `replaces`: rows that cannot be read are replaced by others, drawn with the `seed`; and
+    so are blocks of which no row's `images` can be decoded.
     """
 
     format: base.Format
@@ -50,6 +51,7 @@ class ReadDataset(Struct):
     mapping: BlockMapping | None
     replaces: bool
     seed: int
+    images: tuple[ImageSpec, ...]
 
     @property
     def makes_samples(self) -> bool:
@@ -83,6 +85,7 @@ def read_dataset(body: tasks.OpenDataset, schema: pa.Schema) -> ReadDataset:
         _mapping(body, mapped),
         body.view.bad_max > 0,
         body.seed,
+        body.images,
     )
 
 
@@ -126,6 +129,8 @@ def canonical_batch(
         batch, _, bad = _salvaged(dataset, raw, block)
         for why in bad.values():
             raise CorruptShard(f"{raw.url}: {why}", **fault.nouns) from fault
+        if dataset.mapping is not None:
+            dataset.mapping.check(batch, raw)
         return _canonical(dataset, batch, raw.url)  # only rows outside of the view are damaged
     _check_rows(raw, batch.num_rows, block.rows, "its index says")
     if raw.stored_rows:

@@ -37,6 +37,7 @@ from dataplane.rpc.messages import Batch, Layout
 from dataplane.worker import row_layout
 from dataplane.worker.apart import (
     OpenBlock,
+    check_images,
     gather_apart,
     image_fault,
     open_excerpt,
@@ -207,8 +208,12 @@ def _canonical_of(
     state: _State, dataset: ReadDataset, body: tasks.Decode
 ) -> tuple[pa.RecordBatch, Ints | None]:
     if body.bad is None:
-        return canonical_batch(dataset, body.raw, state.arenas, state.shards)
-    return other_batch(dataset, body.raw, body.bad)
+        batch, places = canonical_batch(dataset, body.raw, state.arenas, state.shards)
+    else:
+        batch, places = other_batch(dataset, body.raw, body.bad)
+    if dataset.images and batch.num_rows:
+        check_images(dataset, body.raw, batch)
+    return batch, places
 
 
 def _open_blocks(state: _State, body: tasks.OpenBlocks) -> tasks.Done:

@@ -387,6 +387,30 @@ def test_shards_that_cannot_be_indexed_are_left_out(
         assert ids(loader) == alone, "the order is that of the other shards"
 
 
+def test_a_block_without_a_good_image_is_replaced_by_another(tmp_path: Path, service: str) -> None:
+    good, bad = encoded(drawn(12, 12)), b"no image"
+    groups = [[(group in {1, 5} and bad) or good] * 4 for group in range(8)]
+    images = [image for group in groups for image in group]
+    table = pa.table({"id": range(32), "jpg": images})
+    pq.write_table(table, tmp_path / "0.parquet", row_group_size=4)
+    options = {**OPTIONS, "bad_max": 0.3, "transforms": {"jpg": [CenterCrop(8)]}}
+    options |= {"global_batch_size": 4}
+    found = []
+    for size in (1, 2):
+        ranks = [
+            DataLoader(str(tmp_path), name=f"no-image-{size}", dp_rank=at, dp_size=size, **options)
+            for at in range(size)
+        ]
+        each = [[batch["id"].tolist() for batch in loader] for loader in ranks]
+        found.append([sorted(itertools.chain(*step)) for step in zip(*each, strict=True)])
+        for loader in ranks:
+            loader.close()
+    assert found[0] == found[1]
+    read = [row for step in found[0] for row in step]
+    assert {row // 4 for row in read} == {0, 2, 3, 4, 6, 7}
+    assert len(read) == 32
+
+
 def test_the_limit_is_of_the_epoch_on_whichever_nodes_its_rows_are_read(
     tmp_path: Path, service: str
 ) -> None:
