@@ -20,6 +20,8 @@ import io
 import json
 import multiprocessing
 import os
+import signal
+import sys
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -310,8 +312,6 @@ _begun: list[PackJob] = []
 
 
 def _begin(job: PackJob, parent: int) -> None:
-    import signal
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command ends its processes
     set_process("dataplane pack", dies_with_parent=True)
     if os.getppid() != parent:  # it ended before this process could ask to end with it
@@ -419,8 +419,6 @@ class _Source:
 
 def _function(name: str) -> UserFunction:
     """Import the function of this name, also from the working directory."""
-    import sys
-
     here = os.getcwd()  # noqa: PTH109 - a text
     if here not in sys.path:
         sys.path.insert(0, here)

@@ -55,7 +55,7 @@ from dataplane.model.errors import (
     PeerLost,
     SpecMismatch,
 )
-from dataplane.model.ledger import LedgerEntry, LedgerMark
+from dataplane.model.ledger import Ledger, LedgerEntry, LedgerMark, SourceUrls
 from dataplane.model.records import MixHistory
 from dataplane.model.redact import unsigned
 from dataplane.rpc.messages import JobOpened, OpenJob, StageTimes, Waited, Welcome
@@ -176,8 +176,6 @@ class Session:
 
     def ledger(self, epoch: int, cursor: int) -> str:
         """Return the job's ledger at this place, as JSON lines."""
-        from dataplane.model.ledger import Ledger, SourceUrls
-
         source, mixture, job = self.request.source, self.request.mixture, self.job
         mixed = job.spec.mixture
         if mixed is not None and self.mix is not None:

@@ -14,6 +14,7 @@ import click
 import msgspec
 from msgspec import structs
 
+from dataplane.base.machine import this_machine
 from dataplane.commands import output
 from dataplane.commands.options import (
     NODE_SETTINGS,
@@ -27,7 +28,9 @@ from dataplane.commands.options import (
     workers_option,
 )
 from dataplane.commands.own_node import own_session, warn_of
-from dataplane.model.records import ListPolicy
+from dataplane.model.config import JobSpec
+from dataplane.model.records import ListPolicy, Topology
+from dataplane.settings import node_config
 
 if TYPE_CHECKING:
     from dataplane.client.statistics import Bound, FirstBatch
@@ -174,7 +177,6 @@ def _examine(
 ) -> None:
     """Run the checks and the trial, and print the results."""
     from dataplane.commands import doctor_checks, doctor_run
-    from dataplane.settings import node_config
 
     request = _request(urls, format_name, job)  # invalid options fail before anything is read
     config = node_config(settings)
@@ -239,8 +241,6 @@ def _request(urls: tuple[str, ...], format_name: str, job: DoctorJob) -> OpenJob
     """
     from dataplane.client import identity
     from dataplane.commands.doctor_run import stacks_of, transforms_of
-    from dataplane.model.config import JobSpec
-    from dataplane.model.records import Topology
     from dataplane.rpc.messages import DatasetSource, OpenJob
     from dataplane.transforms.images import image_specs
     from dataplane.transforms.options import column_options
@@ -278,7 +278,6 @@ def _looked_at(
     request: OpenJob,
 ) -> tuple[Any, list[Any], float]:
     """Return the facts for the advice, the checks, and how long indexing the dataset took."""
-    from dataplane.base.machine import this_machine
     from dataplane.commands import doctor_checks, doctor_run
     from dataplane.commands.datasets import opened
     from dataplane.commands.doctor_checks import disk

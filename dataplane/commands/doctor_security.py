@@ -18,7 +18,7 @@ from dataplane.commands.options import Settings, security_given
 from dataplane.model.errors import ConfigError
 from dataplane.rpc.address import NO_NEIGHBOURS, TcpAddress, UnixAddress, is_this_host, parse
 from dataplane.security import node_identity, private_file
-from dataplane.security.jwts import INSTALL, outline
+from dataplane.security.jwts import INSTALL, outline, public_key
 from dataplane.security.security import Security
 from dataplane.security.tls import Pems
 
@@ -225,7 +225,6 @@ def _peers(security: Security, *, is_open: bool) -> Check:
 def _jwt_key(path: str) -> Check:
     if not path:
         return Check("JWTs", "signed with the shared token (HS256)")
-    from dataplane.security.jwts import public_key
 
     try:
         return Check("JWTs", f"{public_key(path)[0]}, {path}; and HS256 with the shared token")

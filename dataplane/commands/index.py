@@ -26,6 +26,8 @@ from dataplane.commands.options import (
 )
 from dataplane.commands.own_node import opened_again
 from dataplane.model.errors import ConfigError
+from dataplane.model.records import View
+from dataplane.settings import node_config
 
 if TYPE_CHECKING:
     from dataplane.model.records import View
@@ -94,7 +96,6 @@ def index(
     if target is not None:
         _check_target(target)
     from dataplane.commands.datasets import facts, opened
-    from dataplane.settings import node_config
 
     config = node_config(settings)
     of_view = opened(urls, format_name, workers, config, view)
@@ -182,7 +183,6 @@ def with_codes(
     Raises:  ConfigError: a column does not exist, or cannot have codes.  The errors of a job.
     """
     from dataplane.client.describe import category_values
-    from dataplane.model.records import View
     from dataplane.transforms.codes import stored_values
     from dataplane.transforms.options import column_options
 

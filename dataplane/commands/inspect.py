@@ -17,6 +17,7 @@ from dataplane.commands.options import (
     view_options,
     workers_option,
 )
+from dataplane.settings import node_config
 
 if TYPE_CHECKING:
     from dataplane.model.records import View
@@ -70,7 +71,6 @@ def inspect(
     from dataplane.commands.datasets import facts, opened, schema_of
     from dataplane.formats.unsupported import unsupported
     from dataplane.index.viewing import said_of_folders
-    from dataplane.settings import node_config
 
     manifest = opened(urls, format_name, workers, node_config(settings), view)
     if said := said_of_folders(manifest.whole or manifest):

@@ -12,6 +12,7 @@ import socket
 import sys
 import uuid
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ from dataplane.commands.traced import (
 from dataplane.model.changes import (
     ALL_ROWS,
     TOMBSTONE,
+    Tombstone,
     changes_of,
     dataset_of,
     facts_of,
@@ -355,7 +357,6 @@ def _whole_shards(job: Traced, names: Sequence[str]) -> dict[str, Tombstone]:
 
     Raises:  ConfigError: a shard does not exist.
     """
-    from dataplane.model.changes import Tombstone
     from dataplane.plan.tombstones import shard_named
 
     named = {name: _source(job, f"{name}:0") for name in names}
@@ -371,10 +372,7 @@ def _rows(job: Traced, names: Sequence[str], workers: int) -> dict[str, Tombston
 
     Raises:  ConfigError: a row does not exist, or no row is in the view.
     """
-    from concurrent.futures import ThreadPoolExecutor
-
     from dataplane.commands.datasets import row_names
-    from dataplane.model.changes import Tombstone
     from dataplane.plan.tombstones import shard_named
     from dataplane.plan.views import filters
 

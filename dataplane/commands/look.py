@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import html
 from collections.abc import Iterator, Sequence
@@ -9,7 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from msgspec.structs import replace
+import numpy as np
+import pyarrow as pa
+from msgspec.structs import asdict, replace
 
 from dataplane.base.units import meant
 from dataplane.commands import output
@@ -20,7 +23,7 @@ from dataplane.commands.traced import COUNT, is_a_ledger, names_urls, traced, tr
 from dataplane.model.errors import ConfigError, ImageError
 from dataplane.model.joined import KEY
 from dataplane.model.redact import redacted
-from dataplane.plan.shards import named
+from dataplane.plan.shards import named, starts_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -234,8 +237,6 @@ class _Look:
 
     def _shoot(self, table: pa.Table, images: dict[str, ImageSpec]) -> None:
         """Draw the columns that are images: those with steps, and those whose bytes are images."""
-        import pyarrow as pa
-
         names = [*images]
         if not names:
             names = [
@@ -302,9 +303,6 @@ class _Look:
         """Draw the crop with the random numbers that the job has for this sample; return the box of
         the crop, and the shape and dtype that the trainer gets.
         """
-        import numpy as np
-
-        from dataplane.plan.shards import starts_of
         from dataplane.transforms import draws
         from dataplane.transforms.image_steps import steps_of
 
@@ -373,8 +371,6 @@ class _Look:
 
 
 def _first(rows: StepRows, count: int) -> StepRows:
-    from msgspec.structs import asdict
-
     from dataplane.plan.tombstones import StepRows
 
     return StepRows(**{name: values[:count] for name, values in asdict(rows).items()})
@@ -477,8 +473,6 @@ def _pack_parts(packs: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 def _bytes_columns(table: pa.Table) -> list[str]:
     """Return the columns of bytes, also within structs, as "image.bytes"."""
-    import pyarrow as pa
-
     names = []
     for field in table.schema:
         is_struct = pa.types.is_struct(field.type)
@@ -497,7 +491,6 @@ def _bytes_of(table: pa.Table, name: str) -> list[bytes | None]:
 
     Raises:  KeyError: there is no such column.  pa.ArrowInvalid: it has no bytes.
     """
-    import pyarrow as pa
     import pyarrow.compute as pc
 
     if name in table.column_names:
@@ -513,8 +506,6 @@ def _bytes_of(table: pa.Table, name: str) -> list[bytes | None]:
 
 def _place_of(encoded: bytes) -> tuple[NDArray[np.int64], object]:
     """Return the address and the length of bytes, and the object that keeps them in memory."""
-    import numpy as np
-
     held = np.frombuffer(encoded, np.uint8)
     return np.array([[held.ctypes.data, len(held)]], np.int64), held
 
@@ -550,10 +541,8 @@ def _rendered(
 
     Raises:  ImageError.
     """
-    import base64
     import io
 
-    import numpy as np
     from PIL import Image
 
     from dataplane.transforms import pixels

@@ -8,8 +8,12 @@ import secrets
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from dataplane.commands import output
 from dataplane.commands.options import Settings
+from dataplane.model.config import VERSION, JobSpec
 from dataplane.model.errors import DatasetChangedError
+from dataplane.model.records import Topology
+from dataplane.rpc.address import embedded_name
 
 if TYPE_CHECKING:
     from dataplane.client.session import Session
@@ -31,8 +35,6 @@ def own_session(request: OpenJob, settings: Settings, cache_dir: str = "") -> Se
     from dataplane.client.endpoint import Embedded
     from dataplane.client.launch import node_command
     from dataplane.client.session import Session
-    from dataplane.model.config import VERSION
-    from dataplane.rpc.address import embedded_name
 
     given = [
         f"{resolved.setting.variable}={resolved.value}"
@@ -48,8 +50,6 @@ def own_session(request: OpenJob, settings: Settings, cache_dir: str = "") -> Se
 
 def warn_of(session: Session) -> None:
     """Print the advice of the session's node."""
-    from dataplane.commands import output
-
     for each in session.job.advice:
         output.warn(each)
 
@@ -69,8 +69,6 @@ def opened_again(
     Raises:  DatasetChangedError: the dataset is not that of the manifest.  The errors of a job.
     """
     from dataplane.client import identity
-    from dataplane.model.config import JobSpec
-    from dataplane.model.records import Topology
     from dataplane.rpc.messages import DatasetSource, OpenJob
 
     launch = identity.launch_identity({})

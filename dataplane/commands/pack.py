@@ -16,6 +16,7 @@ from dataplane.commands.options import (
     urls_argument,
     view_options,
 )
+from dataplane.settings import node_config
 
 if TYPE_CHECKING:
     from dataplane.model.records import View
@@ -76,7 +77,6 @@ def pack(
     """
     from dataplane.commands.datasets import opened
     from dataplane.pack import MANIFEST, in_processes, pack_shards
-    from dataplane.settings import node_config
 
     config, count = node_config(settings), workers or len(os.sched_getaffinity(0))
     source = opened(urls, "", count, config)

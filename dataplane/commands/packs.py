@@ -17,12 +17,14 @@ from dataplane.index.viewing import counted_packs
 from dataplane.model.config import JobSpec
 from dataplane.model.errors import ConfigError, DataplaneError
 from dataplane.model.records import View
+from dataplane.plan import packed_blocks as blocks
 from dataplane.plan.manifest import Manifest
-from dataplane.plan.packed_blocks import made
+from dataplane.plan.packed_blocks import counts_name, made
 from dataplane.plan.packs import Packing
 from dataplane.plan.views import rows_only
+from dataplane.settings import node_config
 from dataplane.transforms.options import only
-from dataplane.worker.functions import UserFunction
+from dataplane.worker.functions import CalledAt, UserFunction, loaded, mapped_block
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -66,8 +68,6 @@ def imported_map(name: str) -> UserFunction:
 
     Raises:  ConfigError, FunctionError: the function cannot be imported.
     """
-    from dataplane.worker.functions import loaded
-
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -81,8 +81,6 @@ def read_mapped(
 
     Raises:  as `imported_map` and `read_block`.  FunctionError: the map fails.
     """
-    from dataplane.worker.functions import CalledAt, mapped_block
-
     function, schema = imported_map(view.map), schema_of(rows)
     reads = schema.names if function.reads is None else function.reads
     batch = read_block(rows, block, schema, reads, view=rows_only(view))
@@ -94,8 +92,6 @@ def read_mapped(
 
 def name_of_counts(rows: Manifest, view: View, seed: int, function: UserFunction | None) -> str:
     """Return `counts_name` for a view with this function as its map."""
-    from dataplane.plan.packed_blocks import counts_name
-
     is_seeded = view.bad_max or (function is not None and function.takes_generator)
     code = "" if function is None else function.code
     return counts_name(rows, view, seed if is_seeded else 0, code)
@@ -113,9 +109,6 @@ def with_packs(
 
     Raises:  As `PacksAsked.view`.  ConfigError: a column cannot be packed.  The errors of a job.
     """
-    from dataplane.plan import packed_blocks as blocks
-    from dataplane.settings import node_config
-
     view = asked.view(rows)
     name = name_of_counts(manifest, view, seed, imported_map(view.map) if view.map else None)
     cache_dir = node_config(settings).cache_dir

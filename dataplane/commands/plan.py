@@ -38,9 +38,11 @@ from dataplane.commands.plan_reads import (
     show_reads,
 )
 from dataplane.commands.traced import is_a_ledger, of_ledger
+from dataplane.model.config import JobSpec
 from dataplane.model.errors import ConfigError
 from dataplane.model.ledger import Ledger
 from dataplane.model.records import End, View
+from dataplane.settings import node_config
 
 if TYPE_CHECKING:
     from dataplane.commands.traced import Traced
@@ -132,8 +134,6 @@ def plan(
       dataplane plan checkpoints/ledger.jsonl
     """
     from dataplane.commands.datasets import opened
-    from dataplane.model.config import JobSpec
-    from dataplane.settings import node_config
 
     if is_a_ledger(urls):
         _show_stages(_of_ledger(settings, urls[0], asked, workers), as_json=as_json)

@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from msgspec import structs
+from msgspec.structs import replace
 
 from dataplane.commands import output
 from dataplane.commands.options import Settings
 from dataplane.commands.plan_reads import fleet, show_fleet, show_host_counts
+from dataplane.model.config import JobSpec
 from dataplane.model.errors import ConfigError, DatasetChangedError
-from dataplane.model.records import End, View
+from dataplane.model.records import End, Topology, View
+from dataplane.settings import node_config
 
 if TYPE_CHECKING:
     from dataplane.commands.options import PacksAsked
@@ -150,7 +153,6 @@ def show_mixture(
     """
     from dataplane.plan.cluster import Cluster
     from dataplane.plan.explain import explain_mixture
-    from dataplane.settings import node_config
 
     if packs is not None:
         view = packs.view(view)
@@ -193,14 +195,11 @@ def _opened(
     workers: int,
 ) -> tuple[JobOpened, list[Manifest]]:
     """Open the job at a node; return it with the manifests of its samples."""
-    from msgspec.structs import replace
-
     from dataplane.commands.datasets import opened
     from dataplane.commands.own_node import own_session
     from dataplane.commands.packs import imported_map, packs_in
     from dataplane.plan.views import rows_only
     from dataplane.rpc.messages import DatasetSource
-    from dataplane.settings import node_config
     from dataplane.transforms.options import only
 
     config, whole, views = node_config(settings), [], {}
@@ -298,8 +297,6 @@ def _row(source: SourcePlan, sample_count: int) -> tuple[object, ...]:
 def _job(question: Question) -> OpenJob:
     """Return the options of the order, in the form that the first rank's loader sends."""
     from dataplane.client import identity
-    from dataplane.model.config import JobSpec
-    from dataplane.model.records import Topology
     from dataplane.rpc.messages import DatasetSource, OpenJob
 
     launch = identity.launch_identity({})

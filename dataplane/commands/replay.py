@@ -5,15 +5,18 @@ the blocks that contain them.
 from __future__ import annotations
 
 import shlex
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import click
+from msgspec.structs import asdict
 
 from dataplane.commands import output
 from dataplane.commands.inspect import short
 from dataplane.commands.options import Settings, interruptible
 from dataplane.commands.traced import COUNT, StepAsked, step_options, traced, traced_options
 from dataplane.model.errors import ConfigError
+from dataplane.settings import node_config
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -116,11 +119,8 @@ def step_rows(job: Traced, step: int, epoch: int, dp_rank: int | None, cursor: i
 
     Raises:  ConfigError: there is no such step or rank.
     """
-    from msgspec.structs import asdict
-
     from dataplane.commands.datasets import row_names
     from dataplane.commands.documents import LeftOut
-    from dataplane.model.errors import ConfigError
     from dataplane.plan.tombstones import RowNames, StepRows, rows_of_step
 
     if dp_rank is not None and dp_rank >= job.dp_size:
@@ -229,8 +229,6 @@ def _listed(columns: str) -> list[str]:
 
 def may_map(settings: Settings, job: Traced) -> bool:
     """Return whether the job has a map that may be called here; warn if it may not."""
-    from dataplane.settings import node_config
-
     maps = dict.fromkeys(source.view.map for source in job.sources if source.view.map)
     config = node_config(settings)
     if refused := [name for name in maps if not config.allows_function(name)]:
@@ -257,8 +255,6 @@ def values_of(
     Raises:  CorruptShard.  DatasetChangedError.  StoreError and its subclasses.  ConfigError: there
              is no such column.  FunctionError.
     """
-    from concurrent.futures import ThreadPoolExecutor
-
     import numpy as np
     import pyarrow as pa
 

@@ -32,6 +32,7 @@ from dataplane.commands.options import (
     security_given,
     setting_options,
 )
+from dataplane.model.config import PROTOCOL_VERSION, VERSION
 from dataplane.model.errors import (
     AccessDenied,
     ConfigError,
@@ -41,6 +42,7 @@ from dataplane.model.errors import (
 )
 from dataplane.model.redact import redacted
 from dataplane.page.figures import bounds, by_host, by_wait, present, speeds
+from dataplane.rpc.address import served_name
 from dataplane.rpc.membership import (
     JobStatus,
     MemberStatus,
@@ -135,9 +137,7 @@ def _probe(service: str) -> int:
 
     Raises:  PeerLost: the node does not answer.  VersionMismatch.
     """
-    from dataplane.model.config import PROTOCOL_VERSION, VERSION
     from dataplane.rpc import local, messages
-    from dataplane.rpc.address import served_name
 
     name = served_name(os.getuid(), service)
     with local.connect(name, PROBE_S) as sock:

@@ -26,10 +26,12 @@ from dataplane.commands.options import (
     view_options,
     workers_option,
 )
+from dataplane.model.config import JobSpec
 from dataplane.model.errors import ConfigError, DatasetChangedError, PeerLost
 from dataplane.model.ledger import MARK, PLACE_MAX, Ledger, SourceUrls
 from dataplane.model.records import End, View
 from dataplane.model.redact import redacted
+from dataplane.settings import node_config
 from dataplane.store.urls import exists
 
 if TYPE_CHECKING:
@@ -306,7 +308,6 @@ def traced(settings: Settings, options: Mapping[str, Any]) -> Traced:
 
 
 def _of_urls(settings: Settings, options: Mapping[str, Any]) -> Traced:
-    from dataplane.model.config import JobSpec
     from dataplane.plan.defaults import BlockSizes, Shuffle, shuffle_of
 
     if options["global_batch"] is None:
@@ -381,7 +382,6 @@ def _stages(settings: Settings, options: Mapping[str, Any]) -> Callable[[Traced,
     from dataplane.index.viewing import viewed
     from dataplane.plan.stages import SourceRead, former_job, sources_of, with_left
     from dataplane.plan.views import rows_only
-    from dataplane.settings import node_config
 
     config = node_config(settings)
 
@@ -457,7 +457,6 @@ def _source(
     if not view.is_counted:
         return TracedSource(name, rows, view)
     from dataplane.commands.packs import packs_in
-    from dataplane.settings import node_config
 
     samples = packs_in(rows, view, spec.seed, node_config(settings))
     return TracedSource(name, samples, view, None if view.pack is None else rows)
@@ -545,7 +544,6 @@ def _opened(
     view: View,
 ) -> Manifest:
     from dataplane.commands.datasets import opened
-    from dataplane.settings import node_config
 
     return opened(urls, format_name, options["workers"], node_config(settings), view)
 

@@ -16,8 +16,9 @@ import os
 import resource
 import signal
 import socket
+import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +27,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from dataplane.arena.memfd import Arena
-from dataplane.base.machine import collect_rarely, limit_memory
+from dataplane.base.machine import ProcessorWaits, collect_rarely, limit_memory
 from dataplane.formats.faults import is_out_of_memory
 from dataplane.model.changes import ReplacedRow
 from dataplane.model.errors import ConfigError, CorruptShard, DataplaneError, PeerLost
@@ -50,7 +51,6 @@ from dataplane.worker.apart import (
 from dataplane.worker.collating import slab_gather
 from dataplane.worker.columns import BlockColumns, Bytes, Ints, RowIndex, open_block
 from dataplane.worker.decoding import ReadDataset, canonical_batch, other_batch, read_dataset
-from dataplane.worker.disk_time import timed
 from dataplane.worker.gather import Gather, Gathers
 from dataplane.worker.indexing import Indexing
 from dataplane.worker.mapped import MappedShards
@@ -59,6 +59,42 @@ from dataplane.worker.packing import CountGather, PackGather
 from dataplane.worker.replacing import ReplacingGather, stand_ins
 from dataplane.worker.rows import TriedImages
 from dataplane.worker.salvaging import replaced_of
+
+# -- times of disk and processor -------------------------------------------------------------------
+
+_FAULT_S_MAX = 0.02
+"""Reading a page from a disk usually takes no longer than this."""
+
+
+def timed(
+    work: Callable[[], tasks.Assembled | tasks.Decoded | tasks.Extracted],
+) -> tasks.Assembled | tasks.Decoded | tasks.Extracted:
+    """Perform a task; return its answer, with the time spent waiting for a processor, and for the
+    disk, if pages were read from one.
+    """
+    waits = _waits(os.getpid())
+    before, began, waited_s = resource.getrusage(resource.RUSAGE_THREAD), time.monotonic(), waits()
+    done = work()
+    after = resource.getrusage(resource.RUSAGE_THREAD)
+    done = replace(done, queued=max(round((waits() - waited_s) * 1e6), 0))
+    if after.ru_majflt == before.ru_majflt:
+        return done
+    busy_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    # Attribute waiting to the disk by the share of voluntary context switches: a wait for a disk is
+    # a voluntary one, sharing a processor causes involuntary ones.
+    gave_up, was_made = after.ru_nvcsw - before.ru_nvcsw, after.ru_nivcsw - before.ru_nivcsw
+    waited_s = (time.monotonic() - began - busy_s) * gave_up / max(gave_up + was_made, 1)
+    most_s = (after.ru_majflt - before.ru_majflt) * _FAULT_S_MAX
+    return replace(done, disk=round(min(max(waited_s, 0.0), most_s) * 1e6))
+
+
+@cache
+def _waits(pid: int) -> Callable[[], float]:
+    """Return a function that reads how long this process has waited for a processor; its tasks run
+    in its main thread.
+    """
+    return ProcessorWaits(pid).seconds
+
 
 _ARROWS_OWN_BYTES_MAX = 4 << 30
 """Above this memory limit, Arrow allocates from the system allocator, which gives freed memory

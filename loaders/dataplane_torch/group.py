@@ -13,7 +13,7 @@ import torch.distributed
 from dataplane.model.errors import PeerLost, SpecMismatch
 from dataplane.model.records import Topology
 from dataplane.transforms.pixels_advice import how_to_agree
-from dataplane_torch.torch_private.process_group import default_store
+from dataplane_torch.torch_private.distributed import default_store
 
 _inheritors: set[int] = set()
 """The ids of forked processes, whose inherited process group has connections of the parent."""

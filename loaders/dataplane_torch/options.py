@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypedDict
 
 from msgspec import Struct
 
-from dataplane.base.units import whole
+from dataplane.base.units import meant, ways_to_set, whole
 from dataplane.model.config import RAISE, JobSpec
 from dataplane.model.errors import ConfigError, DataplaneError, RowOutOfBounds
 from dataplane.model.ledger import PLACE_MAX
@@ -271,7 +271,6 @@ def _parameters() -> Iterator[inspect.Parameter]:
 
 
 def _unexpected(taker: str, name: str, known: Collection[str]) -> str:
-    from dataplane.base.units import meant, ways_to_set
     from dataplane.settings import BY_NAME
 
     said = f"{taker}() has no argument {name!r}"

@@ -11,7 +11,7 @@ from dataplane.client.topology import MeshGiven, find_topology
 from dataplane.model.errors import ConfigError
 from dataplane.model.records import Topology
 from dataplane_torch.options import UrlOptions
-from dataplane_torch.torch_private.mesh import current_mesh, whole_mesh
+from dataplane_torch.torch_private.distributed import current_mesh, whole_mesh
 
 
 def auto(device_mesh: object, batch_axes: Sequence[str | int] | None) -> Topology:

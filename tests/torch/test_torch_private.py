@@ -22,7 +22,7 @@ import pytest
 import torch
 from dataplane_torch.local.local_pass import LocalPass
 from dataplane_torch.local.worker_pass import WorkerPass
-from dataplane_torch.torch_private import iteration, memory, process_group, workers
+from dataplane_torch.torch_private import distributed, iteration, memory, workers
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, dataloader
 
 from dataplane.model.errors import VersionMismatch
@@ -349,7 +349,7 @@ def test_batches_are_pinned_by_their_own_pin_memory() -> None:
 
 def test_without_a_process_group_there_is_no_store() -> None:
     with pytest.raises(ValueError, match="process group"):
-        process_group.default_store()
+        distributed.default_store()
 
 
 def test_a_build_without_cuda_has_no_contexts_to_ask_for(monkeypatch) -> None:

@@ -1,4 +1,6 @@
-"""The entered DeviceMesh, and the mesh from which a mesh was cut."""
+"""The entered DeviceMesh, the mesh from which a mesh was cut, and the store behind
+torch.distributed's default process group.
+"""
 
 from __future__ import annotations
 
@@ -29,3 +31,13 @@ def whole_mesh(mesh: Any) -> Any:
     else:
         found = of_mesh()
     return None if found is mesh else found
+
+
+def default_store() -> Any:
+    """torch.distributed.distributed_c10d._get_default_store: the key-value store that all ranks of
+    the default group used to find each other. Every rank has it, however the group was created.
+
+    Raises:  ValueError: there is no group.  AttributeError: this torch has no such function; treat
+    it like a group without a store.
+    """
+    return torch.distributed.distributed_c10d._get_default_store()
