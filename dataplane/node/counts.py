@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -45,9 +45,9 @@ from dataplane.plan.packs import Int64, Packing
 from dataplane.plan.shards import named
 from dataplane.rpc.codec import decode
 from dataplane.rpc.messages import Column, Layout, Slab
-from dataplane.transforms.codes import coded_columns
+from dataplane.transforms.codes import coded_columns, distinct_in
 from dataplane.transforms.columns import is_null_name
-from dataplane.transforms.leaves import canonical_type
+from dataplane.transforms.leaves import canonical_type, coded_leaf
 from dataplane.transforms.options import only, to_find_values
 from dataplane.transforms.packing import PACKING, delivered_columns
 from dataplane.worker.block_mapping import COUNTED_ROWS
@@ -130,7 +130,8 @@ class CategoryReader:
         )
         specs = [spec for spec in dataset.columns.specs if spec.name in set(columns)]
         leaves = dataset.columns.leaves.leaves
-        types = {leaf.name: canonical_type(leaf.type) for leaf in leaves}
+        types = {leaf.name: canonical_type(coded_leaf(leaf).type) for leaf in leaves}
+        lists = frozenset(leaf.name for leaf in leaves if coded_leaf(leaf) is not leaf)
         values = {column.name: DistinctValues(column.name, types[column.name]) for column in specs}
         facts = {"columns": list(columns), "samples": manifest.sample_count}
         _trace.noted("finding the values of columns", **facts)
@@ -141,7 +142,7 @@ class CategoryReader:
         done = 0
         async with contextlib.aclosing(reading) as slabs:
             async for slab, content in slabs:
-                await asyncio.to_thread(_add, values, dataset.columns.specs, slab, content)
+                await asyncio.to_thread(_add, values, lists, dataset.columns.specs, slab, content)
                 done += sum(batch.rows for batch in slab.batches)
                 work.advance(done, manifest.sample_count)
         categories = {
@@ -245,16 +246,23 @@ def stream_of(values: pa.Array) -> bytes:
 
 
 def _add(
-    values: Mapping[str, DistinctValues], specs: Sequence[ColumnSpec], slab: Slab, content: bytes
+    values: Mapping[str, DistinctValues],
+    lists: Collection[str],
+    specs: Sequence[ColumnSpec],
+    slab: Slab,
+    content: bytes,
 ) -> None:
-    """Add the rows of a slab that are not null."""
+    """Add the rows of a slab that are not null, and the values of columns of `lists`."""
     places = {spec.name: at for at, spec in enumerate(specs)}
     columns = decode(Layout, slab.layout).columns
     for name, distinct in values.items():
         at = places[name]
         if specs[at].kind in TEXTS:
             for array in _texts(slab, columns[at], content):
-                distinct.add(array)
+                found = map(distinct_in, array.to_pylist()) if name in lists else [array]
+                for some in found:
+                    if some is not None:
+                        distinct.add(some)
             continue
         rows = _numbers(slab, columns[at], specs[at], content)
         mask = places.get(is_null_name(name))

@@ -337,8 +337,9 @@ def _list_growth(plan: ColumnPlan) -> float:
     casts, growth = casts_of(plan.options), 1.0
     if not casts or any(not spec.dtype for spec in plan.specs):
         return growth
-    for spec, leaf, target in zip(plan.specs, plan.leaves, plan.schema.types, strict=True):
-        if spec.kind in LISTS and spec.name in casts:
+    columns = zip(plan.specs, plan.leaves, plan.parts, plan.schema.types, strict=True)
+    for spec, leaf, part, target in columns:
+        if spec.kind in LISTS and spec.name in casts and part is LeafPart.VALUES:
             stored = canonical_type(leaf.type).value_type
             growth = max(growth, target.value_type.bit_width / stored.bit_width)
     return growth

@@ -561,7 +561,9 @@ def _described(
             kind = leaves[column.name].type
             if column.name in categories:
                 count = len(categories[column.name])
-                yield DescribedColumn(column, _text(kind), category_count=count)
+                yield DescribedColumn(
+                    column, _text(kind), length_max=length_max, category_count=count
+                )
                 continue
             yield DescribedColumn(column, _text(kind), *_unit(kind), length_max)
         else:

@@ -15,7 +15,7 @@ from dataplane.formats.arrays import LIST_VIEWS, decoded, record_batch
 from dataplane.model.records import ColumnSpec, Kind
 from dataplane.transforms.annotations import marks_nulls
 from dataplane.transforms.casts import converted, is_written, read_written
-from dataplane.transforms.codes import NULL_CODE, codes_of
+from dataplane.transforms.codes import NULL_CODE, codes_of, distinct_of
 from dataplane.transforms.columns import ColumnPlan, LeafPart
 from dataplane.transforms.leaves import canonical_type
 from dataplane.transforms.lists import LISTS
@@ -41,12 +41,18 @@ def canonical(batch: pa.RecordBatch, plan: ColumnPlan, url: str) -> pa.RecordBat
             continue
         stored = leaf_array(batch.column(leaf.top), leaf.path)
         if part is LeafPart.CODES:
-            code = nulls.code_of(spec)
-            codes = codes_of(stored, leaf, plan.categories[leaf.name], code, url)
-            arrays.append(converted(codes, field.type, spec.name, url))
+            code, is_list = nulls.code_of(spec), spec.kind in LISTS
+            values = decoded(stored).flatten() if is_list else stored
+            codes = codes_of(values, leaf, plan.categories[leaf.name], code, url)
             stored = decoded(stored)
+            kind = field.type.value_type if is_list else field.type
+            codes = converted(codes, kind, spec.name, url)
+            arrays.append(_lists(list_ends(stored), codes) if is_list else codes)
             continue
         stored = decoded(stored)
+        if part is LeafPart.DISTINCT:
+            arrays.append(distinct_of(stored, leaf))
+            continue
         arrays.append(_values(stored, spec, field.type, nulls, url))
     nulls.found.check(url)
     return record_batch(arrays, plan.schema)

@@ -17,7 +17,7 @@ from dataplane.formats.arrays import decoded
 from dataplane.model.errors import ConfigError, CorruptShard
 from dataplane.model.records import ColumnOptions, ColumnSpec, Kind, ListPolicy
 from dataplane.plan.columns import categories_from_bytes, categories_to_bytes
-from dataplane.transforms.leaves import Leaf, canonical_type, spec_of
+from dataplane.transforms.leaves import Leaf, canonical_type, coded_leaf, spec_of
 
 NULL_CODE = -1
 CODE_TYPE = "int64"
@@ -47,10 +47,10 @@ def check_codes(codes: Sequence[str], chosen: Sequence[Leaf], every: Sequence[Le
                 where = f"is not a column of single values; the batches have: {known}"
                 where += meant(name, by_name)
             raise ConfigError(f"codes names {name!r}, which {where}", field="codes")
-        if not _has_codes(spec_of(leaf, ListPolicy.RAGGED)):
+        if not _has_codes(spec_of(coded_leaf(leaf), ListPolicy.RAGGED)):
             raise ConfigError(
                 f"codes: column {name!r} is of type {leaf.type}: codes are for text, bytes, "
-                "integers, bools and times",
+                "integers, bools, times and lists of these",
                 field="codes",
             )
 
@@ -77,14 +77,14 @@ def categories_in(schema: pa.Schema) -> dict[str, pa.Array]:
 def codes_of(
     array: pa.Array, leaf: Leaf, categories: pa.Array, null_code: int, url: str
 ) -> pa.Array:
-    """Return the code of each row, and `null_code` for null rows.
+    """Return the code of each value of a column, or of its lists, and `null_code` for nulls.
 
     Shapes:  result: int64[len(array)].
     Raises:  CorruptShard: a value did not exist when the dataset's values were collected.
     """
     import pyarrow.compute as pc
 
-    found = _coded(array, canonical_type(leaf.type), categories)
+    found = _coded(array, canonical_type(coded_leaf(leaf).type), categories)
     unknown = pc.index(found, pa.scalar(_UNKNOWN, pa.int64())).as_py()
     if unknown >= 0:
         raise CorruptShard(
@@ -95,6 +95,22 @@ def codes_of(
             field=leaf.name,
         )
     return pc.fill_null(found, pa.scalar(null_code, pa.int64()))
+
+
+def distinct_of(array: pa.Array, leaf: Leaf) -> pa.Array:
+    """Return the distinct values in a block's lists, serialised in the first row; other rows are
+    empty. `distinct_in` reads a row.
+    """
+    import pyarrow.compute as pc
+
+    values = plain_values(decoded(array).flatten(), canonical_type(coded_leaf(leaf).type))
+    content = categories_to_bytes({"": pc.unique(values.drop_null())})
+    return pa.array([content, *[b""] * (len(array) - 1)][: len(array)], pa.large_binary())
+
+
+def distinct_in(content: bytes) -> pa.Array | None:
+    """Return the values that `distinct_of` has serialised in a row, if any."""
+    return categories_from_bytes(content).get("")
 
 
 def _coded(array: pa.Array, kind: pa.DataType, categories: pa.Array) -> pa.Array:
@@ -139,7 +155,7 @@ def stored_values(values: pa.Array) -> pa.Array:
 
 def shown_as(values: pa.Array, leaf: Leaf) -> pa.Array:
     """Return categories as users see them: text as text, bools as bools, times as integers."""
-    spec = spec_of(leaf, ListPolicy.RAGGED)
+    spec = spec_of(coded_leaf(leaf), ListPolicy.RAGGED)
     if spec.kind is Kind.STRING:
         return values.cast(pa.large_string())
     return values.cast(pa.bool_()) if spec.dtype == "bool" else values

@@ -15,6 +15,7 @@ from typing import Self
 
 import pyarrow as pa
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from dataplane.base.units import meant
 from dataplane.formats.unsupported import refusal, unsupported_mark, unsupported_type
@@ -27,6 +28,7 @@ from dataplane.transforms.leaves import (
     Leaf,
     are_numbers,
     block_type,
+    coded_leaf,
     is_number,
     leaves_of,
     spec_of,
@@ -38,12 +40,13 @@ _NAMES_SHOWN = 100
 
 
 class LeafPart(enum.Enum):
-    """The part of a leaf that a column delivers: its values, their codes, or whether they
-    are null.
+    """The part of a leaf that a column delivers: its values, their codes, whether they are null, or
+    the distinct values in the lists of a block (`codes.distinct_of`).
     """
 
     VALUES = enum.auto()
     CODES = enum.auto()
+    DISTINCT = enum.auto()
     IS_NULL = enum.auto()
 
 
@@ -110,6 +113,9 @@ def plan_columns(
     check_casts(options, leaves, every)
     categories, coded = categories_in(schema), set(codes)
     parts = [(leaf, LeafPart.CODES if leaf.name in coded else LeafPart.VALUES) for leaf in leaves]
+    if options.distinct:
+        is_list = {leaf.name: coded_leaf(leaf) is not leaf for leaf in leaves}
+        parts = [(leaf, LeafPart.DISTINCT if is_list[leaf.name] else part) for leaf, part in parts]
     if not marks_nulls(options):
         return ColumnPlan.of(options, parts, categories)
     marked = _marked(schema, options, leaves)
@@ -163,6 +169,10 @@ def _spec(leaf: Leaf, part: LeafPart, options: ColumnOptions) -> ColumnSpec:
         return spec_of(leaf, options.lists)
     if part is LeafPart.IS_NULL:
         return ColumnSpec(is_null_name(leaf.name), Kind.FIXED, "bool")
+    if part is LeafPart.DISTINCT:
+        return ColumnSpec(leaf.name, Kind.BYTES, "")
+    if coded_leaf(leaf) is not leaf:
+        return spec_of(replace(leaf, type=pa.list_(pa.int64())), options.lists)
     return ColumnSpec(leaf.name, Kind.FIXED, CODE_TYPE)
 
 
@@ -171,7 +181,9 @@ def _type(leaf: Leaf, part: LeafPart) -> pa.DataType:
         case LeafPart.VALUES:
             return block_type(leaf.type)
         case LeafPart.CODES:
-            return pa.int64()
+            return pa.int64() if coded_leaf(leaf) is leaf else pa.large_list(pa.int64())
+        case LeafPart.DISTINCT:
+            return pa.large_binary()
         case LeafPart.IS_NULL:
             return pa.uint8()
 

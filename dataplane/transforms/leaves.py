@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pyarrow as pa
 from msgspec import Struct
+from msgspec.structs import replace
 
 from dataplane.formats.nulls import children, node_count
 from dataplane.model.records import ColumnSpec, Kind, ListPolicy
@@ -124,6 +125,12 @@ def value_type(kind: pa.DataType) -> pa.DataType:
         if is_any_list(kind) or pa.types.is_fixed_size_list(kind)
         else kind
     )
+
+
+def coded_leaf(leaf: Leaf) -> Leaf:
+    """Return the leaf of the values that have codes: those of lists, or the column's own."""
+    plain = _plain(leaf.type)
+    return replace(leaf, type=plain.value_type) if is_any_list(plain) else leaf
 
 
 def numpy_name(kind: pa.DataType) -> str:

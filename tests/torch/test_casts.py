@@ -263,6 +263,38 @@ def test_schema_and_categories_come_from_the_node_after_one_that_was_killed(tmp_
         assert torch.cat([b["txt"] for b in loader]).tolist() == codes_of(rows_from(0, 50))
 
 
+@pytest.mark.parametrize("kind", [pa.string(), pa.dictionary(pa.int8(), pa.string()), pa.int16()])
+@pytest.mark.parametrize("form", [pa.list_, pa.large_list])
+def test_values_of_lists_come_as_codes(tmp_path: Path, form: Any, kind: pa.DataType) -> None:
+    words = [7, -3, 40, 5] if kind == pa.int16() else ["dog", "", "é", "cat"]
+    lists = [
+        None if i % 7 == 5 else [None if (i + j) % 9 == 4 else words[(i // 4 + j) % 4] for j in range(i % 4)]
+        for i in range(60)
+    ]  # fmt: skip
+    for shard in range(2):
+        some = lists[30 * shard : 30 * shard + 30]
+        array = pa.array(some, form(kind.value_type if pa.types.is_dictionary(kind) else kind))
+        table = pa.table({"id": range(30 * shard, 30 * shard + 30), "tags": array.cast(form(kind))})
+        content = parquet_bytes(table, row_group_size=10)
+        (tmp_path / f"{shard}.parquet").write_bytes(content)
+    values = tuple(sorted(words, key=lambda word: word if kind == pa.int16() else word.encode()))
+    expected = [
+        [-1 if word is None else values.index(word) for word in words or ()] for words in lists
+    ]
+    options: dict[str, Any] = {"codes": ["tags"], "dtype": {"tags": "int32"}}
+    with DataLoader(str(tmp_path), 8, True, lists="ragged", **options) as loader:
+        assert loader.categories("tags") == values
+        assert loader.schema["tags"].category_count == 4
+        for batch in loader:
+            assert batch["tags"].values.dtype == torch.int32
+            starts = batch["tags"].offsets.tolist()
+            for at, row in enumerate(batch["id"].tolist()):
+                assert batch["tags"].values[starts[at] : starts[at + 1]].tolist() == expected[row]
+    with DataLoader(str(tmp_path), 60, pad_value=-7, codes=["tags"], max_length=2) as loader:
+        (batch,) = loader
+    assert batch["tags"].tolist() == [([*codes, -7, -7])[:2] for codes in expected]
+
+
 def test_many_values_come_in_several_answers(tmp_path: Path) -> None:
     texts = [f"value {i:06d} {'x' * 20}" for i in range(9000)]
     (tmp_path / "rows.parquet").write_bytes(parquet_bytes(pa.table({"t": texts[::-1]})))
@@ -272,7 +304,7 @@ def test_many_values_come_in_several_answers(tmp_path: Path) -> None:
 
 
 def test_what_has_no_codes_is_told_by_name(tmp_path: Path) -> None:
-    table = pa.table({"x": [1.5], "l": [[1]], "t": ["a"]})
+    table = pa.table({"x": [1.5], "l": [[1.5]], "t": ["a"]})
     (tmp_path / "rows.parquet").write_bytes(parquet_bytes(table))
     cases = [
         ({"codes": ["x"]}, r"codes: column 'x' is of type double"),
