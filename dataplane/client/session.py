@@ -323,6 +323,18 @@ class Session:
             spec = structs.replace(own.spec, stages=())
             self._change(structs.replace(own, spec=spec, finishes=False))
 
+    def list_again(self, epoch: int) -> None:
+        """Have the shards listed again when the job is opened next, for this epoch."""
+        request, mixture = self.request, self.request.mixture
+        if mixture is not None:
+            sources = tuple(
+                structs.replace(of, source=structs.replace(of.source, listed=epoch))
+                for of in mixture.sources
+            )
+            mixture = structs.replace(mixture, sources=sources)
+        source = structs.replace(request.source, listed=epoch)
+        self.request = structs.replace(request, source=source, mixture=mixture)
+
     def take_out(self, gone: tuple[TakenOut, ...]) -> None:
         """Open the job again without these rows and shards."""
         if gone == self.request.gone:

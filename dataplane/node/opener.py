@@ -199,6 +199,8 @@ class DatasetOpener:
             future = asyncio.ensure_future(self._open(key))
             self._manifests[key] = future
             future.add_done_callback(partial(self._forget_failed, key))
+            for old in [wanted for wanted in self._manifests if key.is_long_after(wanted)]:
+                self._forget(old)
             others = [wanted for wanted in self._manifests if wanted.launch != key.launch]
             if len(others) > _MANIFESTS_MAX:
                 self._forget(others[0])
@@ -343,7 +345,7 @@ class DatasetOpener:
                 former_of, request.source, now.spec, now.opened
             )
             stage = now.spec.stages[-1]
-            batch = stage.global_batch or request.spec.global_batch
+            batch = stage.global_batch or request.spec.global_batch  # 0 in states of older versions
             former = _former_request(request, replace(spec, global_batch=batch), now, manifests)
             opened = await self.job(former)
             if opened.spec.digest() != stage.digest:  # the user chose the window of a mixture
@@ -474,10 +476,8 @@ def _former_request(
     asked = [request.source] if mixture is None else [source.source for source in mixture.sources]
     own = dict(zip((part.fingerprint for part in now.opened), asked, strict=True))
     wholes = [manifest.whole or manifest for manifest in manifests]
-    places = [
-        own.get(whole.fingerprint) or messages.DatasetSource(tuple(whole.shards.urls), whole.format)
-        for whole in wholes
-    ]
+    listed = [messages.DatasetSource(tuple(whole.shards.urls), whole.format) for whole in wholes]
+    places = [own.get(whole.fingerprint, at) for whole, at in zip(wholes, listed, strict=True)]
     images = tuple(
         replace(image, replaces=image.replaces or now.spec.replaces_images)
         for image in spec.transforms

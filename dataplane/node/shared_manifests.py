@@ -213,10 +213,17 @@ class Wanted(Struct, frozen=True):
         """The job, and its launch."""
         return self.job_id, self.incarnation
 
+    def is_long_after(self, other: Wanted) -> bool:
+        """Whether this is a later listing of the same dataset, and `other` not the last before."""
+        listed = other.source.listed
+        same = replace(other, source=replace(other.source, listed=self.source.listed))
+        return same == self and listed + 1 < self.source.listed
+
     @property
     def name(self) -> bytes:
         """A hash of all that the manifest depends on: 16 bytes."""
-        parts = (VERSION, self.source.urls, self.source.format, self.view, self.seed)
+        source = self.source
+        parts = (VERSION, source.urls, source.format, source.listed, self.view, self.seed)
         return hashlib.blake2b(msgspec.json.encode(parts), digest_size=16).digest()
 
 

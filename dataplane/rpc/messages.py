@@ -61,6 +61,7 @@ class DatasetSource(Message, frozen=True):
 
     urls: tuple[str, ...]  # may contain globs and braces, or be prefixes
     format: str = ""  # "": derived from the file names
+    listed: Unsigned = 0  # the epoch at whose begin the shards are listed
 
 
 class SourceAsked(Message, frozen=True):

@@ -64,11 +64,11 @@ class ShardedIterableDataset(IterableDataset[Batch]):
     ) -> None:
         super().__init__()
         filled = cast("UrlOptions", {**DEFAULTS, **options})
-        if filled["replay_first_slab"]:
-            raise ConfigError(
-                "replay_first_slab is an option of dataplane_torch.DataLoader: measure with that",
-                field="replay_first_slab",
-            )
+        for name in ("replay_first_slab", "follow"):
+            if filled[name]:
+                raise ConfigError(
+                    f"{name} is an option of dataplane_torch.DataLoader: use that", field=name
+                )
         given = Arguments(urls, batch_size, bool(shuffle), drop_last, timeout, filled)
         self._job = job_of(given)
         self._job.check_files()

@@ -109,6 +109,7 @@ class DataLoader(LoaderBase[_T_co]):
       name: str                  the job's name; from the launch if left out
       sharing: str               equal jobs of one host with this name make each slab once
       timeout: float = 0         seconds to wait for a batch; 0 for the node's setting
+      follow: bool = False       each epoch has the shards that are there at its begin
       dataset_moved: bool = False   accepts a state of the same dataset with other ETags
       replay_first_slab: bool = False   repeats the first batches: how fast is the trainer alone?
 
@@ -499,6 +500,7 @@ def _open_job(given: Arguments, target: Target | None, *, pin_memory: bool) -> U
             job,
             begun,
             dataset_moved=given.options["dataset_moved"],
+            follows=given.options["follow"],
             replays=given.options["replay_first_slab"],
             pinning=cuda_pinning(wanted=pin_memory),
             target=target,

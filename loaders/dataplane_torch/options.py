@@ -137,6 +137,10 @@ class JobArguments(TypedDict, total=False):
     """
     sharing: str | None
     """A name: equal jobs of one host with the same name decode each image only once."""
+    follow: bool
+    """List the shards again when an epoch begins: each epoch has what was there at its begin. New
+    names must sort after the old ones. The state of an epoch finishes it with the shards it had.
+    """
     dataset_moved: bool
     """Accept a state although the ETags of its shards differ (of local files: modification times),
     as after a copy. Names, sizes and blocks must be equal.
@@ -172,6 +176,7 @@ DEFAULTS: Final[Mapping[str, object]] = {
     "seed": 0,
     "bad_images": RAISE,
     "on_bad": RAISE,
+    "follow": False,
     "dataset_moved": False,
     "resizes": False,
     "per_epoch": False,

@@ -85,15 +85,23 @@ def resumed(
     return state, ""
 
 
-def turned(session: Session, before: RowsDigest) -> RowsDigest:
-    """Begin the stage of the loader's own recipe, since the epoch of the former stage is over.
-    Return the digest of the new stage, given the digest `before` it.
+def turned(session: Session, before: RowsDigest, epoch: int, *, lists: bool) -> RowsDigest:
+    """Begin the stage of the loader's own recipe at this epoch, since the epoch of the former stage
+    is over; with `lists`, the shards are listed again. Return the digest of the new stage, given
+    the digest `before` it.
     """
-    assert session.following is not None
-    epoch, former = session.following.epoch + 1, session.following.spec.stages[-1].before
+    former: Named = ()
+    is_new = session.following is not None
+    if session.following is not None:
+        former = session.following.spec.stages[-1].before
+        epoch = session.following.epoch + 1
     state = structs.replace(state_at(session, epoch, 0), digest=before)
     session.return_to_own()
+    if lists:
+        session.list_again(epoch)
     session.change(stages_with(state, RESTART, former), epoch)
+    if state.mix is not None and not is_new and session.job.spec.stages == state.stages:
+        session.mix = state.mix  # nothing has changed, and set_weights() still holds
     return RowsDigest(epoch=epoch, base=before.value)
 
 

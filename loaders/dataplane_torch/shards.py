@@ -26,6 +26,7 @@ from dataplane.client.mixing import (
 )
 from dataplane.client.mount import Pinning
 from dataplane.client.session import Session
+from dataplane.client.stages import FINISH
 from dataplane.client.state import RowsDigest
 from dataplane.client.statistics import Statistics
 from dataplane.model.changes import TakenOut
@@ -90,6 +91,7 @@ class UrlJob:
         begun: BegunNode | None = None,
         *,
         dataset_moved: bool = False,
+        follows: bool = False,
         replays: bool = False,
         pinning: Pinning | None = None,
         target: Target | None = None,
@@ -106,6 +108,7 @@ class UrlJob:
         )
         weakref.finalize(self, self._session.close).atexit = False
         self._target, self._dataset_moved, self._replays = target, dataset_moved, replays
+        self._follows, self._listed = follows, 0
         self._decoder: Decoder | None = None
         self._schema: Schema | None = None
         self._epoch, self._cursor = 0, 0
@@ -331,11 +334,14 @@ class UrlJob:
         Raises:  SpecMismatch: the state is of another job.  VersionMismatch: a newer version saved
         the state.  ConfigError: the state is damaged.
         """
+        if self._follows and change is None and state_dict:
+            change = FINISH
         state, sentence = resumed(
             state_dict, self._session, dataset_moved=self._dataset_moved,
             change=change, before=before_of(before),
         )  # fmt: skip
         self._epoch, self._cursor = place_of(self._session, state)
+        self._listed = self._epoch
         self._reader = self._digested = self._decoder = self._schema = None
         self._digest = state.digest or RowsDigest()
         return sentence
@@ -372,12 +378,16 @@ class UrlJob:
 
     def _turn(self) -> bool:
         """Begin the stage of the loader's own recipe if a former one was to be finished, and its
-        epoch is over. Return whether it began.
+        epoch is over; list the shards again if the loader follows them. Return whether a stage may
+        have begun.
         """
         following = self._session.following
-        if following is None or self._reader is not None or self._epoch <= following.epoch:
+        last = self._listed if following is None else following.epoch
+        is_due = self._follows or following is not None
+        if not is_due or self._reader is not None or self._epoch <= last:
             return False
-        self._digest = turned(self._session, self._rows())
+        self._listed = self._epoch
+        self._digest = turned(self._session, self._rows(), self._epoch, lists=self._follows)
         self._digested = self._decoder = self._schema = None
         return True
 
