@@ -77,8 +77,11 @@ def opened(
     workers: int,
     config: NodeConfig,
     view: View = _ALL,
+    *,
+    leaves_out: bool = False,
 ) -> Manifest:
     """Return the manifest of a dataset, or of a view of it; show progress bars while it is made.
+    With `leaves_out`, shards that cannot be indexed are left out, as a node does.
 
     Shards are indexed, and rows counted, as in a node: in processes with a memory limit and a
     deadline, so that no shard can crash the command.
@@ -103,6 +106,7 @@ def opened(
             DatasetSource(tuple(urls), format_name),
             progress=shown(bar.add_task("indexing", total=None, note=""), "shards"),
             workers=workers,
+            leaves_out=leaves_out,
         )
         if not view.where:
             return viewed(whole, view, STORES.connect, config)

@@ -545,7 +545,8 @@ def _opened(
 ) -> Manifest:
     from dataplane.commands.datasets import opened
 
-    return opened(urls, format_name, options["workers"], node_config(settings), view)
+    config = node_config(settings)
+    return opened(urls, format_name, options["workers"], config, view, leaves_out=True)
 
 
 def split_row(name: str) -> tuple[str, int]:

@@ -55,7 +55,7 @@ def check_left_out(manifest: Manifest, bad_max: float) -> None:
     bad = left_out(manifest)
     sizes = manifest.shards.size_bytes
     share = int(sizes[list(bad)].sum()) / max(int(sizes.sum()), 1)
-    if not bad or 0 < share <= bad_max:
+    if not bad or (bad_max and share <= bad_max):  # an empty shard has no bytes
         return
     urls = manifest.shards.urls
     listed = "; ".join(f"{urls[shard]}: {why}" for shard, why in [*bad.items()][:_LISTED_MAX])

@@ -328,7 +328,9 @@ class ReplacedRows:
             return None
         rows = counted.first
         listed = "; ".join(f"{row.url} row {row.row}: {row.reason:.160}" for row in rows)
-        more = "" if count <= len(rows) else " … (`dataplane ledger show` has those of other nodes)"
+        more = "" if len(counted.names) <= len(rows) else " …"
+        if count > len(counted.names):
+            more += "; and rows that other nodes have read (`dataplane ledger show` lists them)"
         return CorruptShard(
             f"{count} rows of this epoch cannot be read, more than the {limit} that bad_max= "
             f"allows: {listed}{more}. Repair or leave out these shards (`dataplane verify` lists "
