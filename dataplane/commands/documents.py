@@ -27,14 +27,13 @@ from dataplane.model.changes import (
 )
 from dataplane.model.errors import ConfigError
 from dataplane.model.ledger import LedgerPosition
+from dataplane.plan.order import TracedOrder
 from dataplane.plan.packs import Int64, Packs, kept_tokens, packs_of, stand_ins, without
-from dataplane.plan.tombstones import Substitutes, places_of
+from dataplane.plan.tombstones import Place, RowsFor, StepRows, Substitutes, places_of
 from dataplane.plan.views import rows_only
 
 if TYPE_CHECKING:
     from dataplane.commands.traced import Traced, TracedSource
-    from dataplane.plan.order import TracedOrder
-    from dataplane.plan.tombstones import Place, RowsFor, StepRows
 
 _INSTEAD_OF = "instead_of"
 

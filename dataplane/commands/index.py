@@ -30,7 +30,6 @@ from dataplane.model.records import View
 from dataplane.settings import node_config
 
 if TYPE_CHECKING:
-    from dataplane.model.records import View
     from dataplane.plan.manifest import Manifest
 
 

@@ -17,10 +17,10 @@ from dataplane.commands.options import (
     view_options,
     workers_option,
 )
+from dataplane.model.records import View
 from dataplane.settings import node_config
 
 if TYPE_CHECKING:
-    from dataplane.model.records import View
     from dataplane.plan.manifest import Manifest
 
 CELL_CHARACTERS_MAX = 60

@@ -32,6 +32,7 @@ from dataplane.commands.options import (
 from dataplane.commands.traced import (
     COUNT,
     DIGITS_MAX,
+    Traced,
     asked_coordinator,
     is_a_ledger,
     live_ledger,
@@ -54,11 +55,6 @@ from dataplane.model.ledger import Ledger, LedgerEntry, text_faults
 from dataplane.rpc.bounds import NAME_LENGTH_MAX
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from dataplane.commands.traced import Traced
-    from dataplane.model.changes import Tombstone
-    from dataplane.model.ledger import LedgerEntry
     from dataplane.rpc.calls import CoordinatorClient
     from dataplane.rpc.membership import ChangeRequest, ChangeResponse
 

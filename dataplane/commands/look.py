@@ -13,25 +13,21 @@ import click
 import numpy as np
 import pyarrow as pa
 from msgspec.structs import asdict, replace
+from numpy.typing import NDArray
 
 from dataplane.base.units import meant
 from dataplane.commands import output
 from dataplane.commands.inspect import short
 from dataplane.commands.options import Settings, interruptible
 from dataplane.commands.replay import may_map, step_rows, values_of
-from dataplane.commands.traced import COUNT, is_a_ledger, names_urls, traced, traced_options
+from dataplane.commands.traced import COUNT, Traced, is_a_ledger, names_urls, traced, traced_options
 from dataplane.model.errors import ConfigError, ImageError
 from dataplane.model.joined import KEY
+from dataplane.model.records import ImageSpec
 from dataplane.model.redact import redacted
 from dataplane.plan.shards import named, starts_of
 
 if TYPE_CHECKING:
-    import numpy as np
-    import pyarrow as pa
-    from numpy.typing import NDArray
-
-    from dataplane.commands.traced import Traced
-    from dataplane.model.records import ImageSpec
     from dataplane.plan.tombstones import StepRows
 
 _PREFIX, _PLACE = "dataplane.", ("position", "dp_rank", "source", "shard", "row")

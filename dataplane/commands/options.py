@@ -22,10 +22,10 @@ from dataplane.base import units
 from dataplane.base.machine import this_machine
 from dataplane.commands.output import warn, write_json, write_table
 from dataplane.model.errors import ConfigError
+from dataplane.model.records import View
 from dataplane.settings import BY_NAME, Resolved, unknown_variables
 
 if TYPE_CHECKING:
-    from dataplane.model.records import View
     from dataplane.security.security import Security
 
 

@@ -12,12 +12,11 @@ from dataplane.commands import output
 from dataplane.commands.options import Settings
 from dataplane.model.config import VERSION, JobSpec
 from dataplane.model.errors import DatasetChangedError
-from dataplane.model.records import Topology
+from dataplane.model.records import ColumnOptions, Topology, View
 from dataplane.rpc.address import embedded_name
 
 if TYPE_CHECKING:
     from dataplane.client.session import Session
-    from dataplane.model.records import ColumnOptions, View
     from dataplane.plan.manifest import Manifest
     from dataplane.rpc.messages import OpenJob
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 import click
 
@@ -16,10 +15,8 @@ from dataplane.commands.options import (
     urls_argument,
     view_options,
 )
+from dataplane.model.records import View
 from dataplane.settings import node_config
-
-if TYPE_CHECKING:
-    from dataplane.model.records import View
 
 
 @click.command("pack")

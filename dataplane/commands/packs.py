@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +13,7 @@ from dataplane.commands.datasets import read_block, schema_of
 from dataplane.commands.options import PacksAsked, Settings
 from dataplane.commands.own_node import opened_again
 from dataplane.index.viewing import counted_packs
-from dataplane.model.config import JobSpec
+from dataplane.model.config import JobSpec, NodeConfig
 from dataplane.model.errors import ConfigError, DataplaneError
 from dataplane.model.records import View
 from dataplane.plan import packed_blocks as blocks
@@ -25,14 +24,6 @@ from dataplane.plan.views import rows_only
 from dataplane.settings import node_config
 from dataplane.transforms.options import only
 from dataplane.worker.functions import CalledAt, UserFunction, loaded, mapped_block
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-
-    from dataplane.model.config import NodeConfig
-    from dataplane.model.records import View
-    from dataplane.plan.manifest import Manifest
-    from dataplane.worker.functions import UserFunction
 
 
 class CountedPacks(Struct, frozen=True):

@@ -37,16 +37,14 @@ from dataplane.commands.plan_reads import (
     show_host_counts,
     show_reads,
 )
-from dataplane.commands.traced import is_a_ledger, of_ledger
-from dataplane.model.config import JobSpec
+from dataplane.commands.traced import Traced, is_a_ledger, of_ledger
+from dataplane.model.config import JobSpec, MixtureSpec, NodeConfig
 from dataplane.model.errors import ConfigError
 from dataplane.model.ledger import Ledger
 from dataplane.model.records import End, View
 from dataplane.settings import node_config
 
 if TYPE_CHECKING:
-    from dataplane.commands.traced import Traced
-    from dataplane.model.config import JobSpec, MixtureSpec, NodeConfig
     from dataplane.plan.cluster import Cluster
     from dataplane.plan.explain import Explanation
     from dataplane.plan.manifest import Manifest

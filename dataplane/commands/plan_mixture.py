@@ -16,7 +16,7 @@ from msgspec import structs
 from msgspec.structs import replace
 
 from dataplane.commands import output
-from dataplane.commands.options import Settings
+from dataplane.commands.options import PacksAsked, Settings
 from dataplane.commands.plan_reads import fleet, show_fleet, show_host_counts
 from dataplane.model.config import JobSpec
 from dataplane.model.errors import ConfigError, DatasetChangedError
@@ -24,7 +24,6 @@ from dataplane.model.records import End, Topology, View
 from dataplane.settings import node_config
 
 if TYPE_CHECKING:
-    from dataplane.commands.options import PacksAsked
     from dataplane.plan.explain import MixtureExplanation, SourcePlan
     from dataplane.plan.manifest import Manifest
     from dataplane.rpc.messages import JobOpened, OpenJob

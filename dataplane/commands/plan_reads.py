@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,8 +18,6 @@ import numpy as np
 from dataplane.commands import output
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from dataplane.model.config import JobSpec, NodeConfig
     from dataplane.node.dataset import Dataset
     from dataplane.plan.cluster import Cluster

@@ -5,6 +5,7 @@ the blocks that contain them.
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -14,16 +15,13 @@ from msgspec.structs import asdict
 from dataplane.commands import output
 from dataplane.commands.inspect import short
 from dataplane.commands.options import Settings, interruptible
-from dataplane.commands.traced import COUNT, StepAsked, step_options, traced, traced_options
+from dataplane.commands.traced import COUNT, StepAsked, Traced, step_options, traced, traced_options
 from dataplane.model.errors import ConfigError
 from dataplane.settings import node_config
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     import pyarrow as pa
 
-    from dataplane.commands.traced import Traced
     from dataplane.plan.tombstones import StepRows
     from dataplane.plan.windows import Int64
 

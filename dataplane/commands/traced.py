@@ -26,7 +26,7 @@ from dataplane.commands.options import (
     view_options,
     workers_option,
 )
-from dataplane.model.config import JobSpec
+from dataplane.model.config import JobSpec, Stage
 from dataplane.model.errors import ConfigError, DatasetChangedError, PeerLost
 from dataplane.model.ledger import MARK, PLACE_MAX, Ledger, SourceUrls
 from dataplane.model.records import End, View
@@ -36,7 +36,6 @@ from dataplane.store.urls import exists
 
 if TYPE_CHECKING:
     from dataplane.model.changes import EpochSteps
-    from dataplane.model.config import JobSpec, Stage
     from dataplane.plan.manifest import Manifest
     from dataplane.plan.order import TracedOrder
     from dataplane.plan.windows import Int64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -9,15 +10,12 @@ import msgspec
 
 from dataplane.commands import output
 from dataplane.commands.options import Settings, interruptible
-from dataplane.commands.traced import split_row, traced, traced_options
+from dataplane.commands.traced import Traced, split_row, traced, traced_options
 from dataplane.model.errors import ConfigError
 from dataplane.model.redact import redacted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-
     from dataplane.commands.documents import LeftOut
-    from dataplane.commands.traced import Traced
     from dataplane.plan.tombstones import Place, RowNames
 
 EPOCHS_MAX = 1000

@@ -256,7 +256,11 @@ class Lines:
         weakref.finalize(self, _close_all, self._idle).atexit = False
 
     def read(
-        self, neighbour: Neighbour, into: Sequence[memoryview], hold: Hold, claim: Claim
+        self,
+        neighbour: Neighbour,
+        into: Sequence[memoryview],
+        hold: Hold = lambda _: None,
+        claim: Claim = lambda: None,
     ) -> Answer:
         """Request bytes, and fill `into` if they are sent. One part: bytes of the block of
         `neighbour`. Several parts: consecutive whole blocks of the lengths of the parts, starting

@@ -1,4 +1,4 @@
-"""One connection of a lender, as a value: its stage and what belongs to it."""
+"""Connections of a lender: the stage and payload of each, and the limits for all."""
 
 from __future__ import annotations
 

@@ -59,11 +59,10 @@ _Turn = tuple[Connection, lending.Request, int]
 _Answered = lending.Give | lending.GiveDecodedOnly | lending.Refuse
 
 
-# Messages from a lender to its node, which are sent without waiting for the node.
-
-
 class NodeLink:
-    """The messages that the node has not read yet, in order."""
+    """Messages to the node, sent without waiting for it: those that it has not read yet, in
+    order.
+    """
 
     def __init__(self, sock: socket.socket, epoll: select.epoll, bodies: BodyBytes) -> None:
         self._sock = sock

@@ -451,7 +451,7 @@ async def _read_piece(lines: Lines, peer: Neighbour, into: bytearray) -> None:
     began = loop.time()
     while True:
         view = memoryview(into)
-        answer = await asyncio.to_thread(lines.read, peer, [view], _hold, _claim)
+        answer = await asyncio.to_thread(lines.read, peer, [view])
         if answer.outcome is Outcome.GIVEN:
             return
         if loop.time() - began > _REFUSED_S:
@@ -460,12 +460,6 @@ async def _read_piece(lines: Lines, peer: Neighbour, into: bytearray) -> None:
                 peer=peer.node_id,
             )
         await asyncio.sleep(_jittered(_REFUSED_PAUSE_S))
-
-
-def _hold(_: object) -> None: ...
-
-
-def _claim() -> None: ...
 
 
 def _checked(content: bytearray, node_id: str, wanted: Wanted) -> Manifest:
