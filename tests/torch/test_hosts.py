@@ -29,7 +29,7 @@ from small_nodes import alone
 
 from dataplane.base.build_kernels import PIXELS, compile_library
 from dataplane.cli import run
-from dataplane.model.errors import SpecMismatch, StoreDenied
+from dataplane.model.errors import SpecMismatch
 from dataplane.transforms.pixels_library import load, maker
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -117,24 +117,6 @@ def test_a_host_without_libjpeg_is_refused_by_a_job_that_began_with_it(
         other = ranks[1] | {"name": f"other-{os.getpid()}"}
         with DataLoader(pictures, 2, transforms=CROP, **other) as second:
             assert len(list(second)) == 3
-
-
-@pytest.mark.usefixtures("small_node")
-def test_a_served_node_opens_only_what_is_allowed(pictures: str, tmp_path: Path) -> None:
-    (tmp_path / "else").mkdir()
-    link = tmp_path / "else" / "link.parquet"
-    link.symlink_to(pictures)
-    allowed = ("--allowed-urls", str(tmp_path / "else"))
-    with serving(tmp_path, "--listen", "127.0.0.1:0", *allowed, *SMALL) as service:
-        for url in (pictures, str(link), "file:///etc/passwd"):
-            loader = DataLoader(url, 2, columns=["jpg"], service=service)
-            with loader, pytest.raises(StoreDenied, match="allowed_urls") as caught:
-                len(loader)
-            assert "found bytes" not in str(caught.value)
-        shutil.copy(pictures, tmp_path / "else" / "copy.parquet")
-        link.unlink()
-        with DataLoader(str(tmp_path / "else"), 2, columns=["jpg"], service=service) as loader:
-            assert len(list(loader)) == 6
 
 
 def test_a_resumed_run_is_warned_if_other_software_makes_its_pixels(fake) -> None:
