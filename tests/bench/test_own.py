@@ -265,24 +265,6 @@ ID, TEXT, LABEL = (
     WorkloadColumn("text", ColumnType.STRING),
     WorkloadColumn("label", ColumnType.FIXED, "int64"),
 )
-REAL = {
-    "parquet/images-huggingface.parquet": ("images", 20, [WorkloadColumn("image_bytes", ColumnType.IMAGE), LABEL]),
-    "huggingface-disk": ("images", 8, [WorkloadColumn("image_bytes", ColumnType.IMAGE), LABEL]),
-    "tfrecord/ragged.tfrecord": ("text", 1000, [ID, WorkloadColumn("score", ColumnType.FIXED, "float32")]),
-    "webdataset/images-0000*.tar": ("images", 40, [WorkloadColumn("key", ColumnType.STRING), WorkloadColumn("jpg", ColumnType.IMAGE)]),
-    "jsonl/shakespeare.jsonl.gz": ("text", 7222, [ID, TEXT]),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REAL)
-def test_real_shards_become_source_shards(data_dir, tmp_path, name):
-    shape, count, columns = REAL[name]
-    workload, _ = own([str(data_dir / name)], tmp_path / "own")
-    assert (workload.shape, workload.sample_count) == (shape, count)
-    assert set(columns) <= set(workload.columns)
-    rows = source(workload)
-    assert rows.num_rows == count
-    assert rows.column_names == [column.name for column in workload.columns]
 
 
 def test_real_samples_are_those_of_the_file(data_dir, tmp_path):

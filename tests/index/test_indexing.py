@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
+import subprocess
+import sys
+import textwrap
 import threading
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from counted import Counted
+from msgspec.structs import replace
 from shards import arrow_bytes, json_lines, parquet_bytes, tar_bytes, zipped
 
+from dataplane.coordinator.refusals import check_work
 from dataplane.formats import registry
 from dataplane.formats.unsupported import Difference, differing, refuse_differing
-from dataplane.index import journal
-from dataplane.index.indexing import index_dataset
+from dataplane.index import indexing, journal
+from dataplane.index.indexing import LongWork, all_work, index_dataset, work_on
 from dataplane.index.run import IndexProgress
 from dataplane.model.errors import (
     ConfigError,
@@ -23,8 +31,13 @@ from dataplane.model.errors import (
     SchemaMismatch,
     ShardNotFound,
 )
-from dataplane.model.records import ObjectInfo
+from dataplane.model.records import ObjectInfo, View
+from dataplane.node.manifests import ManifestSources
 from dataplane.plan.manifest import Manifest
+from dataplane.rpc.messages import DatasetSource
+from dataplane.rpc.sharing import NodeWork
+from dataplane.settings import default_node_config
+from dataplane.store.connect import Stores
 
 
 def test_the_manifest_lists_shards_in_order_with_their_blocks(dataset: Path) -> None:
@@ -336,3 +349,116 @@ def test_a_listing_is_remembered_under_the_digest_of_its_shards(count: int) -> N
     digest = journal.digest
     assert keys == [digest(*version, s.url, s.size_bytes, s.etag) for s in shards]
     assert journal.listing_key(version, keys) == digest(*version, *keys)
+
+
+# -- Who waits long for a dataset hears how far it is
+
+
+def test_only_what_takes_long_is_told_and_not_too_often(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "dataplane.node")
+    now = [100.0]
+    told = LongWork("indexing", ["s3://bucket/a/"], "shards", "index once", lambda: now[0])
+    for shards in range(100):  # two seconds each
+        told(IndexProgress(100_000, 1000 * shards, 0, 0))
+        now[0] += 2.0
+    lines = [one.getMessage() for one in caplog.records]
+    begin = "still indexing dataset=s3://bucket/a/ shards="
+    end = 'left_s=190 help="index once"'
+    assert lines[0] == f'{begin}"5,000 of 100,000" elapsed_s=10 {end}'
+    assert lines[1] == f'{begin}"10,000 of 100,000" elapsed_s=20 left_s=180'
+    assert len(lines) == 19
+    caplog.clear()
+
+
+def test_a_node_tells_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "dataplane.node")
+    monkeypatch.setattr(indexing, "_LINES_S", 0.0)
+    pq.write_table(pa.table({"id": range(100)}), tmp_path / "a.parquet")
+    config = replace(default_node_config(), cache_dir="", embedded=True)
+    opened = ManifestSources(config, Stores(), lambda *_: None).open
+    source = DatasetSource((str(tmp_path / "a.parquet"),))
+    assert opened(source, View(where="id > 9"), None).sample_count == 90
+    lines = [one.getMessage() for one in caplog.records]
+    assert any("still indexing" in line and "0 of 1" in line for line in lines)
+    assert any("still counting rows" in line and "of 1" in line for line in lines)
+    caplog.clear()
+
+
+def test_what_is_under_way_is_listed_and_nothing_else() -> None:
+    now = [100.0]
+    with LongWork("counting packs", ["s3://b/a"], "blocks", clock=lambda: now[0]) as work:
+        work.advance(10, 40)  # these were known before
+        now[0] += 5.0
+        work.advance(20, 40)
+        known = NodeWork("counting packs", "s3://b/a", 20, 40, "blocks", 10.0)
+        assert work_on({"s3://b/a", "s3://b/b"}) == known
+        assert all_work() == [known]
+        assert work_on({"s3://b/b"}) is None
+        with contextlib.suppress(ValueError), LongWork("indexing", ["s3://b/a"], "shards"):
+            assert work_on({"s3://b/a"}) == NodeWork("indexing", "s3://b/a", 0, 0, "shards")
+            raise ValueError
+        assert work_on({"s3://b/a"}) == known
+    assert not all_work()
+
+
+def test_the_coordinator_takes_the_work_on_datasets_with_long_urls() -> None:
+    urls = [f"s3://bucket/{'folder/' * 30}{number}.parquet" for number in range(10)]
+    check_work(LongWork("indexing", urls, "shards").now)
+
+
+# -- Indexing by several processes at once, and by processes that are killed
+
+
+RUN = textwrap.dedent(
+    """
+    import sys
+    from dataplane.index.indexing import index_dataset
+
+    def told(progress):
+        print(progress.shards_done, flush=True)
+        if progress.shards_done == int(sys.argv[3]):
+            sys.stdin.read()
+
+    print(index_dataset(sys.argv[1], cache_dir=sys.argv[2], progress=told).fingerprint)
+    """
+)
+
+
+def start(dataset: Path, cache: Path, stop_at: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", RUN, str(dataset), str(cache), str(stop_at)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def read_until(process: subprocess.Popen[str], line: str) -> None:
+    assert process.stdout is not None
+    while process.stdout.readline().strip() != line:
+        assert process.poll() is None
+
+
+def test_two_processes_may_index_at_once(dataset: Path, cache: Path) -> None:
+    first, second = start(dataset, cache, 5), start(dataset, cache, 5)
+    for process in (first, second):
+        read_until(process, "5")
+    found = {process.communicate("")[0].split()[-1] for process in (first, second)}
+    assert found == {index_dataset(dataset).fingerprint}
+    assert first.returncode == second.returncode == 0
+    assert index_dataset(dataset, cache_dir=str(cache)).fingerprint in found
+
+
+def test_a_killed_run_is_resumed_and_leaves_no_temporary_file(dataset: Path, cache: Path) -> None:
+    process = start(dataset, cache, 7)
+    read_until(process, "7")
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert [path.suffix for path in cache.rglob("*.*")] == [".log"]
+    counted = Counted()
+    manifest = index_dataset(dataset, cache_dir=str(cache), connect=counted.connect)
+    assert len(counted.names) <= 5
+    assert manifest == index_dataset(dataset)
+    assert sorted(path.suffix for path in cache.rglob("*.*")) == [".log", ".manifest"]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import os
 import signal
+import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,14 +18,18 @@ import psutil
 import pyarrow as pa
 import pytest
 from bombs import MIB, long_line
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from msgspec.structs import replace
 from no_forks import NO_MORE, no_forks
 from shards import MemoryShard, arrow_bytes, json_lines, parquet_bytes, tar_bytes
 from typing_extensions import Buffer
 
 from dataplane.formats import registry
+from dataplane.formats.base import Format, ShardIndex
 from dataplane.index.indexing import index_dataset
 from dataplane.index.processes import IndexProcesses
+from dataplane.index.run import BatchEnd, StoredShard
 from dataplane.model.errors import (
     BudgetTooSmall,
     CorruptShard,
@@ -33,8 +39,10 @@ from dataplane.model.errors import (
 )
 from dataplane.model.records import ObjectInfo, Region
 from dataplane.plan.manifest import Manifest
+from dataplane.rpc import local, tasks
 from dataplane.store.local import LocalStore
 from dataplane.worker.death import WorkerBytes
+from dataplane.worker.forking import fork_server
 
 LIMIT = 256 * MIB
 HARD = WorkerBytes(LIMIT, 0)
@@ -310,3 +318,190 @@ def test_a_damaged_shard_raises_the_same_error_in_another_process(
         index_dataset(folder, index_shard=processes.index)
     assert str(there.value) == str(here.value)
     assert there.value.nouns == here.value.nouns
+
+
+# -- The messages of a worker that indexes shards, and of its node
+
+
+WAIT_S = 60.0
+LINES = gzip.compress(b'{"id": 1}\n' * 1000)
+DAMAGED = LINES[:10] + b"\xff" * 1000
+"""The header of a gzip stream, and what no inflater takes."""
+
+
+@pytest.fixture
+def indexer() -> Iterator[socket.socket]:
+    """The node's end of its socket."""
+    ours, theirs = local.pair()
+    ours.settimeout(WAIT_S)
+    stderr = os.memfd_create("stderr", os.MFD_CLOEXEC)
+    try:
+        with fork_server.held(), ours:
+            with theirs:
+                process = fork_server.start("worker", theirs, stderr, 1 << 30)
+            try:
+                yield ours
+            finally:
+                process.kill()
+                assert process.wait(WAIT_S)
+    finally:
+        os.close(stderr)
+
+
+def ask(sock: socket.socket, task: int, size_bytes: int) -> None:
+    order = tasks.IndexShard("jsonl", f"s3://b/{task}.jsonl.gz", size_bytes, "etag")
+    local.send(sock, tasks.Task(order, task))
+
+
+def answered(
+    sock: socket.socket, answer: Callable[[tasks.ReadShard], None]
+) -> tuple[int, tasks.ResultBody]:
+    """The task that ends next, and how; `answer` gets what is asked for until then."""
+    while True:
+        said, _ = local.receive(sock, tasks.Result)
+        if not isinstance(said.body, tasks.ReadShard):
+            return said.number, said.body
+        answer(said.body)
+
+
+def indexed(sock: socket.socket, task: int, shard: bytes) -> tasks.ResultBody:
+    """How the indexing of a shard ends whose pieces come one request after the other."""
+    pieces = iter((shard[:20], shard[20:]))
+
+    def answer(asked: tasks.ReadShard) -> None:
+        place = asked.place
+        if place is None:
+            piece = next(pieces, None)
+            body = tasks.ShardBytes(asked.request, piece or b"", is_end=piece is None)
+        else:
+            body = tasks.ShardBytes(asked.request, _part(shard, place))
+        local.send(sock, tasks.Task(body, task))
+
+    ask(sock, task, len(shard))
+    ended, outcome = answered(sock, answer)
+    assert ended == task
+    return outcome
+
+
+def _part(shard: bytes, place: Region) -> bytes:
+    return shard[place.offset : place.offset + place.length]
+
+
+def test_bytes_of_a_shard_that_has_failed_do_not_end_the_process(indexer: socket.socket) -> None:
+    """The next piece is on its way while the one before it is parsed."""
+    late: list[int] = []
+    streamed: list[int] = []
+
+    def answer(asked: tasks.ReadShard) -> None:
+        if asked.place is not None:
+            body = tasks.ShardBytes(asked.request, _part(DAMAGED, asked.place))
+        elif not streamed:
+            streamed.append(asked.request)
+            body = tasks.ShardBytes(asked.request, DAMAGED[:500])
+        else:
+            late.append(asked.request)
+            return
+        local.send(indexer, tasks.Task(body, 1))
+
+    ask(indexer, 1, len(DAMAGED))
+    ended, outcome = answered(indexer, answer)
+    assert ended == 1
+    assert isinstance(outcome, CorruptShard)
+    assert len(late) == 1
+    assert isinstance(indexed(indexer, 2, LINES), tasks.ShardIndexed)  # the first one is forgotten
+    local.send(indexer, tasks.Task(tasks.ShardBytes(late[0], DAMAGED[500:]), 1))
+    assert isinstance(indexed(indexer, 3, LINES), tasks.ShardIndexed)
+
+
+# -- Whatever batches leave out is indexed one by one
+
+
+class Leaving:
+    """Batches that leave out what was drawn, and end as drawn: at once, or in a thread."""
+
+    def __init__(
+        self, format_: Format, left: Iterator[bool], later: Iterator[bool], shards: int, count: int
+    ) -> None:
+        self._format, self._left, self._later = format_, left, later
+        self.shards_at_once, self._count = shards, count
+        self._pool = ThreadPoolExecutor(1)
+        self.is_closed = False
+
+    @property
+    def has_room(self) -> bool:
+        return not self.is_over
+
+    @property
+    def is_over(self) -> bool:
+        return self._count <= 0
+
+    def send(
+        self,
+        shards: Sequence[int],
+        listed: Sequence[ObjectInfo],
+        tell: Callable[[BatchEnd], None],
+    ) -> None:
+        self._count -= 1
+        found = dict(zip(shards, listed, strict=True))
+        indexes = {at: self._index(one) for at, one in found.items() if not next(self._left)}
+        if next(self._later):
+            self._pool.submit(tell, BatchEnd(shards, indexes))
+        else:
+            tell(BatchEnd(shards, indexes))
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        self.is_closed = True
+
+    def _index(self, listed: ObjectInfo) -> ShardIndex:
+        return self._format.index(StoredShard(listed, LocalStore(), threading.Event()))
+
+
+@pytest.fixture
+def expected(dataset: Path) -> bytes:
+    """The manifest without batches."""
+    return index_dataset(dataset).to_bytes()
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    left=st.lists(st.booleans(), min_size=12, max_size=12),
+    later=st.lists(st.booleans(), min_size=12, max_size=12),
+    shards=st.integers(1, 5),
+    count=st.integers(0, 12),
+    workers=st.integers(1, 3),
+)
+def test_no_shard_is_lost_whatever_batches_leave_out(
+    dataset: Path,
+    expected: bytes,
+    left: list[bool],
+    later: list[bool],
+    shards: int,
+    count: int,
+    workers: int,
+) -> None:
+    made: list[Leaving] = []
+
+    def begin(format_: Format, _listed: Sequence[ObjectInfo]) -> Leaving:
+        made.append(Leaving(format_, iter(left), iter(later), shards, count))
+        return made[0]
+
+    found = index_dataset(dataset, workers=workers, begin_batches=begin)
+    assert found.to_bytes() == expected
+    assert made[0].is_closed
+
+
+def test_batches_are_ended_when_a_shard_fails(dataset: Path) -> None:
+    made: list[Leaving] = []
+
+    def begin(format_: Format, listed: Sequence[ObjectInfo]) -> Leaving:
+        left = iter([True, *[False] * len(listed)])
+        made.append(Leaving(format_, left, iter([False] * len(listed)), 3, len(listed)))
+        return made[0]
+
+    def refuse(_format: Format, shard: StoredShard) -> ShardIndex:
+        raise ZeroDivisionError(shard.url)
+
+    with pytest.raises(ZeroDivisionError, match=r"000\.parquet"):
+        index_dataset(dataset, index_shard=refuse, begin_batches=begin)
+    assert made[0].is_closed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,18 +11,22 @@ from membership import join, node, progress
 from msgspec.structs import replace
 from small_engine import SmallEngine
 
+from dataplane.base.trace import Trace
 from dataplane.coordinator.front import Coordinator, CoordinatorConfig
-from dataplane.model.changes import EpochSteps
+from dataplane.model.changes import EpochSteps, ReplacedRow
 from dataplane.model.config import VERSION
-from dataplane.model.errors import DataStallError, LeaseFenced
+from dataplane.model.errors import CorruptShard, DataStallError, LeaseFenced
 from dataplane.model.ledger import LedgerPosition
 from dataplane.model.records import End, Region, Topology
 from dataplane.node import heartbeat
+from dataplane.node.delivery import ReplacedRows
 from dataplane.node.heartbeat import beat_after_s
 from dataplane.node.member import Following
+from dataplane.rpc import tasks
 from dataplane.rpc.membership import (
     HeartbeatRequest,
     HeartbeatResponse,
+    MemberProgress,
     MemberVerdict,
     MixProposal,
 )
@@ -158,3 +163,75 @@ def test_a_rank_waits_for_the_others_of_its_launch(
         beating.cancel()
 
     asyncio.run(asyncio.wait_for(main(), 60))
+
+
+# -- What a node says to proposals of other weights, and to those that wait, by the invariants
+
+
+START, STEPS = LedgerPosition(0, 0), EpochSteps(80, 0, 8, End.RAGGED)
+NOTHING, PROPOSED = MemberVerdict("m"), MemberVerdict("m", proposal=MixProposal("r"))
+SLAB = Slab(1, 5, Region(0, 0), (Batch(0, 8, 8),), b"")
+
+
+def test_2_who_waits_too_long_for_the_outcome_gets_an_error_and_nothing_else() -> None:
+    released: list[int] = []
+    found: list[Any] = []
+    following = Following((), 8, released.append, follows=True)
+    send = following.sending(0, STEPS, 0, lambda number, body: found.append((number, body)))
+    assert following.heard(PROPOSED, START, 0.0)
+    assert not following.is_overdue(1e6, 60)
+    error = DataStallError("the coordinator is away")
+    for now in (100, 1000):
+        send(7, SLAB)
+        waits = [following.is_overdue(now + passed, 60) for passed in (0, 59, 60)]
+        assert waits == [False, False, True]
+        following.refuse(error)
+    assert (found, released) == ([(7, error), (7, error)], [5, 5])
+    send(8, SLAB)
+    assert not following.heard(NOTHING, START, 0.0)
+    assert (found[2:], released) == ([(8, SLAB)], [5, 5])
+
+
+def test_what_a_member_says_of_itself_fits_into_a_promise() -> None:
+    following = Following((), 8, lambda _: None, follows=True)
+    for cursor, per_s in (((1 << 64) - 1, 0.0), (1 << 62, 1e30)):
+        following.heard(PROPOSED, LedgerPosition(0, cursor), per_s)
+        assert following.promise is not None
+        assert cursor <= following.promise.position.cursor < 1 << 64
+        following.heard(NOTHING, None, 0.0)
+
+
+# -- What a node tells of rows that have others in their places
+
+
+def delivery_of(incarnation: str, bad_limit: int | None) -> Any:
+    launch = incarnation, "digest"
+    return SimpleNamespace(job_id="j", is_for_nodes=False, launch=launch, bad_limit=bad_limit)
+
+
+def test_rows_are_counted_for_one_launch() -> None:
+    rows = ReplacedRows(Trace("node"))
+    bad = tasks.Assembled(1, replaced=tuple(ReplacedRow("u", 0, at, 9, "") for at in range(2)))
+    good, first = tasks.Assembled(1), delivery_of("i", 1)
+    assert isinstance(rows.checked(first, bad), CorruptShard)
+    assert isinstance(rows.checked(first, good), CorruptShard)
+    assert rows.checked(delivery_of("i2", 1), good) is good
+    rows.forget(first)
+    assert rows.checked(first, good) is good
+    assert len(rows.report(MemberProgress("j", "m")).replaced) == 2
+    for number in range(2000):
+        rows.note(delivery_of(f"launch {number}", 1), bad)
+    assert rows.count("j") <= 2 * 64
+
+
+def test_what_another_node_says_is_cut_and_without_secrets() -> None:
+    rows = ReplacedRows(Trace("node"))
+    delivery: Any = delivery_of("i", None)
+    signed = "https://h/a.parquet?X-Amz-Signature=abc&session=0123456789abcdef0123456789"
+    made = tasks.Assembled(
+        1, replaced=(ReplacedRow(signed, 0, 1, 2, "r" * 9999), ReplacedRow("u" * 9999, 0, 1, 2, ""))
+    )
+    rows.note(delivery, made)
+    told = rows.report(MemberProgress("j", "m")).replaced
+    assert [one.url for one in told] == ["https://h/a.parquet?session=***", "u" * 1024]
+    assert told[0].reason == "r" * 1024

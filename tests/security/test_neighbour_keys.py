@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import logging
 import stat
 import time
@@ -19,6 +20,8 @@ from hypothesis import strategies as st
 from membership import VERSION, progress
 from msgspec import structs
 from trusted import (
+    CONFIG,
+    LOCAL,
     N0,
     OWN,
     TOKEN,
@@ -39,6 +42,7 @@ from dataplane.model.errors import AccessDenied, ConfigError, LeaseExpired
 from dataplane.rpc.calls import CoordinatorClient
 from dataplane.rpc.codec import encode
 from dataplane.rpc.membership import JobNodes, StatusRequest
+from dataplane.rpc.sharing import ManifestState, ManifestTurn
 from dataplane.security.jwts import Jwts
 from dataplane.security.node_identity import (
     SECRET_BYTES,
@@ -471,3 +475,54 @@ def test_no_text_of_it_contains_the_token(tmp_path):
         assert ONE not in text
     assert "$DATAPLANE_TOKEN" in security.advice()
     assert "This process has no token" in Security().advice()
+
+
+# -- Who is told where a manifest is, over gRPC with real tokens
+
+
+NAMES = ("maker", "some", "liar")
+IDS = {name: identity(name).node_id for name in NAMES}
+
+
+def token(**limits):
+    claims = {"aud": "dataplane", "exp": time.time() + 600, "roles": ["node"], **limits}
+    return Security(TokenSource("a test", (jwt.encode(claims, TOKEN, "HS256"),)))
+
+
+def test_a_manifest_is_told_of_to_nodes_that_may_read_its_urls_and_under_no_other_ones():
+    """`liar` knows the hash of the dataset, which follows from its urls."""
+
+    async def denied(call):
+        with pytest.raises(AccessDenied, match="its token does not allow"):
+            await call
+
+    async def converse(maker, some, liar):
+        making = share(node_id=IDS["maker"])
+        assert (await maker.share_manifest(making)).turn is ManifestTurn.MAKE
+        held = structs.replace(making, state=ManifestState.HELD, fingerprint="f")
+        kept = await maker.share_manifest(held)
+        assert (kept.turn, len(kept.key)) == (ManifestTurn.KEEP, 32)
+        assert kept.key.hex() not in repr(kept)
+        assert repr(kept.key) not in repr(kept)
+        found = await some.share_manifest(share(node_id=IDS["some"]))
+        assert (found.turn, found.key) == (ManifestTurn.FETCH, kept.key)
+        for urls in (("s3://b/x/",), (), ("s3://b/x/", "s3://other/")):
+            await denied(liar.share_manifest(share(node_id=IDS["liar"], urls=urls)))
+        own = await liar.share_manifest(share(node_id=IDS["liar"], urls=("s3://other/",)))
+        assert (own.turn, own.key) == (ManifestTurn.MAKE, b"")
+
+    async def main():
+        server = CoordinatorServer(
+            CONFIG, LOCAL, Security(TRUSTED.tokens, jwts=Jwts(TRUSTED.tokens))
+        )
+        address = await server.start()
+        tokens = (TRUSTED, token(datasets=["s3://b"]), token(datasets=["s3://other"]))
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(server.stop, 0.0)
+            clients = [
+                await stack.enter_async_context(client_of(address, each, identity(name)))
+                for each, name in zip(tokens, NAMES, strict=True)
+            ]
+            await converse(*clients)
+
+    asyncio.run(main())
