@@ -178,7 +178,7 @@ class _Answer(http.server.BaseHTTPRequestHandler):
         self._answer()
 
     def do_PUT(self) -> None:
-        """What a machine without credentials is asked for them."""
+        """Answer a client that asks the machine for a role's credentials."""
         self._refuse(404, "NotFound")
 
     def _answer(self) -> None:

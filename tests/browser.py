@@ -61,7 +61,7 @@ class Element:
         return self.attributes.get("class", "").split()
 
     def all(self, tag: str = "", css: str = "", id: str = "") -> list[Element]:  # noqa: A002
-        """Those below it of this tag, class and id, as far as they are given."""
+        """Return the elements below it of this tag, class and id, as far as they are given."""
         return [
             one
             for one in self._below()

@@ -142,7 +142,7 @@ def one_fork_server(run_mark: str) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def warm_torch(run_mark: str) -> Iterator[WarmPython]:
-    """What trainers are forked from, those of `fleet.Run` among them: one for all tests."""
+    """The process that trainers are forked from, those of `fleet.Run` among them: one for all tests."""
     with warm_python(*TRAINER) as python:
         fleet.WARM.append(python)
         yield python

@@ -363,7 +363,7 @@ def write(memory: Any, batches: list[list[int]], epoch: int) -> tuple[Column, ..
 
 
 def open_job(**given: Any) -> OpenJob:
-    """What a session asks for."""
+    """Return the request of a session."""
     fields: dict[str, Any] = {"global_batch": 4} | given
     place = fields.pop("topology", None)
     return opening("s3://bucket/shards", place, job="job", launch="launch", member="", **fields)

@@ -1,4 +1,4 @@
-"""What batches must hold, computed from pyarrow's own table by another way than Dataplane goes.
+"""Expected batches, computed from pyarrow's own table by another way than Dataplane goes.
 
 Values are plain Python: numbers, text, bytes, lists and dicts. Dates, times, timestamps and
 durations are the integers that are stored; floats are compared bit by bit but for NaN.

@@ -1,4 +1,4 @@
-"""What goes wrong with a host, and how long its trainers and those of others wait for a batch."""
+"""Faults of a host, and how long its trainers and those of others wait for a batch."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Host:
 
     @property
     def places(self) -> list[str]:
-        """What `enter` takes, in any process of this tree."""
+        """Return the argument of `enter`, for any process of this tree."""
         return [f"/proc/{os.getpid()}/fd/{fd}" for fd in (self.net, self.uts)]
 
     @property
@@ -67,7 +67,7 @@ class Host:
         return _elsewhere(lambda: (enter(*self.places), work())[1])
 
     def sent_bytes(self) -> int:
-        """What its device has sent so far, with headers."""
+        """Return the bytes that its device has sent so far, with headers."""
         (told,) = json.loads(self.run("ip", "-j", "-s", "link", "show", DEVICE))
         return int(told["stats64"]["tx"]["bytes"])
 

@@ -37,7 +37,7 @@ _TUN_F_CSUM, _TUN_F_TSO4 = 0x01, 0x02
 
 
 class Network(Protocol):
-    """What carries the packets between hosts. `description` is for people."""
+    """The network between hosts. `description` is for people."""
 
     description: str
 

@@ -1,4 +1,4 @@
-"""What nodes read from the store, of which blocks, and for which epoch."""
+"""Bytes that nodes read from the store, of which blocks, and for which epoch."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Plan:
         return [first.origin_bytes, *[later.origin_bytes] * (epochs - 1)]
 
     def least_recent_bytes(self, size: int, hosts: int, epochs: int) -> int:
-        """What so many epochs would read from the store if all nodes were one LRU cache."""
+        """Return the bytes that so many epochs would read from the store if all nodes were one LRU cache."""
         marks = self.dataset.marks
         held = np.where(marks.decoded > 0, marks.decoded, marks.raw)
         room = hosts * self.arena_bytes // int(held.max())
@@ -96,7 +96,7 @@ class Plan:
         return round(least_recent(slabs, room) * whole)
 
     def first_blocks(self, epoch: int, ranks: Sequence[int], size: int) -> set[int]:
-        """Those that these ranks need soon after the start of an epoch."""
+        """Return the blocks that these ranks need soon after the start of an epoch."""
         steps = AHEAD_SLABS * self.shape.batches_per_slab(size)
         positions = np.arange(min(steps * self.shape.batch, self.manifest.sample_count))
         own = positions[np.isin(positions % size, ranks)]
@@ -137,7 +137,7 @@ def later_reads(plan: Plan, reads: Sequence[EpochReads], ranks: int, hosts: int)
 
 
 def epoch_reads(log: Path, plan: Plan, job: Job) -> list[EpochReads]:
-    """What each epoch of a job has read; `log` is that of hosts_store_log.py."""
+    """Return the bytes that each epoch of a job has read; `log` is that of hosts_store_log.py."""
     times, hosts, blocks = _block_reads(log, plan)
     lengths, size = plan.manifest.block_length, len(job.ranks)
     steps = [rank.steps() for rank in job.ranks]

@@ -49,12 +49,12 @@ _pause = threading.Event()
 
 
 class Failed(Exception):
-    """What was promised did not hold."""
+    """A promise did not hold."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What runs on the hosts."""
+    """The processes on the hosts."""
 
     ranks: int
     workers: int
@@ -239,7 +239,7 @@ class Service:
         return job
 
     def status(self) -> dict[str, Any]:
-        """What `dataplane status --json` prints."""
+        """Return the output of `dataplane status --json`."""
         command = [*_dataplane("status", self.address), "--json"]
         done = subprocess.run(
             command, capture_output=True, text=True, check=False, env=self.environ

@@ -139,7 +139,7 @@ def take() -> Snapshot:
 
 
 def wait_until_clean(before: Snapshot, scratch: Path) -> list[str]:
-    """What is left after the grace period; usually an empty list, returned at once."""
+    """Return what is left after the grace period; usually an empty list, returned at once."""
     deadline = time.monotonic() + GRACE_S
     pause = threading.Event()
     left = _left(before, scratch)

@@ -118,7 +118,7 @@ class LendingNode:
         )
 
     async def ask(self, neighbour: Neighbour, length: int = BLOCK_BYTES) -> bytes:
-        """What the neighbour gave; b"" if it refused."""
+        """Return the neighbour's bytes; b"" if it refused."""
         into = memoryview(bytearray(length))
         while True:
             try:

@@ -62,7 +62,7 @@ Pieces = list[list[bytes]]
 
 
 class Given(Struct, frozen=True):
-    """What an ask was answered with."""
+    """Return the answer to an ask."""
 
     result: tasks.ResultBody
     content: bytes
@@ -356,7 +356,7 @@ def play(scene: Scene, url: str, folder: Path, **options: Any) -> None:
 
 
 def of(given: Given | str) -> tasks.Assembled:
-    """What a slab has."""
+    """Return the batches of a slab."""
     assert isinstance(given, Given), given
     assert isinstance(given.result, tasks.Assembled)
     return given.result

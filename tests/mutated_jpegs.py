@@ -65,7 +65,7 @@ Outcomes = collections.Counter[str]
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """What mutants are made of: `small` ones nearly always, and `whole` photographs."""
+    """The originals of mutants: `small` ones nearly always, and `whole` photographs."""
 
     small: tuple[bytes, ...]
     whole: tuple[bytes, ...]

@@ -70,7 +70,7 @@ class Reach:
         sys.settrace(self._call)
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        """It has ended."""
+        """Stop tracing."""
         sys.settrace(None)
         threading.settrace(None)  # type: ignore[arg-type]
         self.tests[nodeid].cpu_s += time.process_time()
@@ -116,7 +116,7 @@ class Chosen:
         signal.setitimer(signal.ITIMER_PROF, self._limits[nodeid])
 
     def pytest_runtest_logfinish(self) -> None:
-        """It has ended in time."""
+        """Stop the timer of a test that has ended in time."""
         signal.setitimer(signal.ITIMER_PROF, 0.0)
 
 
@@ -248,7 +248,7 @@ def _run_all(tree: Path, room: str) -> int:
 
 
 def reached(tree: Path, room: str) -> dict[str, Reached]:
-    """What each test of the room reaches.
+    """Return the lines that each test of the room reaches.
 
     Raises:  SystemExit: one of them fails.
     """

@@ -73,7 +73,7 @@ def exif(orientation: int) -> bytes:
 
 
 def seen(image: bytes) -> Image.Image:
-    """As people see it, by Pillow."""
+    """Turn an image as people see it, by Pillow."""
     with Image.open(io.BytesIO(image)) as opened:
         return ImageOps.exif_transpose(opened).convert("RGB")
 
@@ -90,7 +90,7 @@ def expected(image: bytes, box: Sequence[float], flip: bool, view: PixelView) ->
 
 
 def by_torchvision(image: bytes, steps: Sequence[Transform]) -> NDArray[np.int64]:
-    """What torchvision makes of an image that Pillow decoded.
+    """Return torchvision's result for an image that Pillow decoded.
 
     Source:  torchvision.transforms.functional: resize, _compute_resized_image_output_size and
              center_crop; of a PIL image, resize is PIL's, bilinear, with the whole image as box.

@@ -161,7 +161,7 @@ def on_bench(
 def instead_of_workers(
     monkeypatch: pytest.MonkeyPatch, folder: Path, while_there: Path, code: str
 ) -> None:
-    """As long as a file is there, run `code` in place of a worker; `fd` is its socket's."""
+    """While a file is there, run `code` in place of a worker; `fd` is its socket's."""
     program = folder / "python"
     program.write_text(
         f"#!{sys.executable}\n"

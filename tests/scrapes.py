@@ -42,7 +42,7 @@ def address_in(service: Service) -> str:
 
 
 def until(read: Callable[[], Values], is_so: Callable[[Values], bool]) -> Values:
-    """What is read once it is so; the deadline only ends a hang."""
+    """Return the page once the condition holds; the deadline only ends a hang."""
     deadline = time.monotonic() + 120
     while not is_so(samples := read()):
         assert time.monotonic() < deadline, samples

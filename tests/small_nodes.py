@@ -23,7 +23,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def alone_and_small(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """As `alone`; their nodes have budgets that a test can fill."""
+    """Have loaders alone, as `alone` does, with nodes whose budgets a test can fill."""
     alone(monkeypatch)
     monkeypatch.setenv("DATAPLANE_CACHE_DIR", str(folder / "cache"))
     monkeypatch.setenv("DATAPLANE_WORKER_COUNT", "1")

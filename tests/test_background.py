@@ -26,7 +26,7 @@ def test_a_librarys_callback_that_raises_is_logged_and_ends_nothing(
 
 
 def test_a_callback_of_ours_that_raises_ends_the_process() -> None:
-    """As a process, since that is what ends."""
+    """Run code in a process, since that is what ends."""
     code = (
         "import asyncio\n"
         "from dataplane.base import background, units\n"

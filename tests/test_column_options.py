@@ -28,7 +28,7 @@ MAKERS = {"ColumnOptions", "column_options"}
 
 @functools.cache
 def _modules() -> dict[str, frozenset[str]]:
-    """What each module names."""
+    """Return the names in each module."""
     paths = [path for top in ("dataplane", "loaders") for path in (ROOT / top).rglob("*.py")]
     generated = ROOT / "dataplane" / "rpc" / "v1"
     return {

@@ -65,7 +65,7 @@ def programs(page: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def run_python(python: WarmPython, folder: Path, environ: dict[str, str], texts: list[str]) -> str:
-    """What these examples print if they fail."""
+    """Return the output of these examples if they fail."""
     with tempfile.TemporaryFile("w+") as errors:
         script = [str(Path(__file__).with_name("page_examples.py")), str(folder), *texts]
         process = python.run(script, environ, errors.fileno())
@@ -82,7 +82,7 @@ def run_python(python: WarmPython, folder: Path, environ: dict[str, str], texts:
 
 
 def run_shell(folder: Path, environ: dict[str, str], text: str) -> str:
-    """What this example prints if it fails."""
+    """Return the output of this example if it fails."""
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", text],
         cwd=folder,

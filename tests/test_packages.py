@@ -1,4 +1,4 @@
-"""What pyproject.toml says of other packages is true of the code that is checked in."""
+"""pyproject.toml is right about other packages for the code that is checked in."""
 
 import re
 import tomllib

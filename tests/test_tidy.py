@@ -38,9 +38,9 @@ VAGUE_FUNCTIONS = frozenset({"tell", "look", "ask"})
 CRUMB_LINES_MAX = 80
 # Offences that are left, by rule and folder. A number may only fall: lower it when you can.
 LEFT = {
-    "docstrings": {"dataplane": 0, "loaders": 0, "benchmarks": 0, "tests": 184},
-    "names": {"dataplane": 456, "loaders": 23, "benchmarks": 0, "tests": 2140},
-    "functions": {"dataplane": 38, "loaders": 0, "benchmarks": 0, "tests": 42},
+    "docstrings": {"dataplane": 0, "loaders": 0, "benchmarks": 0, "tests": 68},
+    "names": {"dataplane": 456, "loaders": 23, "benchmarks": 0, "tests": 2085},
+    "functions": {"dataplane": 38, "loaders": 0, "benchmarks": 0, "tests": 41},
     "crumbs": {"dataplane": 3, "loaders": 3},
 }
 
@@ -80,7 +80,7 @@ def rule(*kinds: type[ast.AST]) -> Callable[[Rule], Rule]:
 
 @functools.cache
 def _broken() -> dict[Rule, list[Offence]]:
-    """What breaks each rule, found in one pass: the trees of all modules fill a gigabyte.
+    """Offences by rule, found in one pass: the trees of all modules fill a gigabyte.
 
     Trees have no cycles: without looks for garbage, they are made in a quarter of the time.
     """

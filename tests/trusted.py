@@ -39,7 +39,7 @@ leave = functools.partial(membership.leave, node_id=N0)
 
 
 def share(**others):
-    """That the node opens a dataset of the job j."""
+    """Return a request of the node to open a dataset of the job j."""
     fields = {"urls": ("s3://b/x/",), "data_address": "10.0.0.1:7078", **others}
     return ShareManifestRequest(
         fields.pop("node_id", N0), fields.pop("job_id", "j"), "i1", bytes(16), **fields

@@ -44,13 +44,13 @@ def noted(columns: Columns) -> dict[str, Any]:
 
 
 def slow(columns: Columns) -> Columns:
-    """What it gets, after most of a second."""
+    """Return its argument, after most of a second."""
     threading.Event().wait(0.7)
     return columns
 
 
 def same(columns: Columns) -> Columns:
-    """What it gets."""
+    """Return its argument."""
     return columns
 
 

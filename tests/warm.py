@@ -85,7 +85,7 @@ sys.exit(status)
 
 
 class WarmProcess:
-    """What subprocess.Popen is, as far as tests need it. Texts go to stdin and from stdout."""
+    """A process like subprocess.Popen's, as far as tests need it. Texts go to stdin and from stdout."""
 
     def __init__(self, told: IO[str], stdin: IO[str] | None, stdout: IO[str] | None) -> None:
         self.stdin, self.stdout = stdin, stdout

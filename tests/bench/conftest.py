@@ -11,7 +11,7 @@ from warm import WarmPython
 
 @pytest.fixture
 def forked(warm_torch: WarmPython, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those in our environment are forked and not started by exec, which takes 2.5 s of CPU."""
+    """Fork the processes in our environment: to start one by exec takes 2.5 s of CPU."""
 
     def start(python, folder, environ, log):
         if python != sys.executable:

@@ -310,7 +310,7 @@ def workload(columns=COLUMNS, batch_size=64):
 
 
 def batch_of(rows, width=0):
-    """As a loader would collate them, padded to `width` at least."""
+    """Collate rows as a loader would, padded to `width` at least."""
     lengths = [len(row["tokens"]) for row in rows]
     tokens = np.zeros((len(rows), max([width, *lengths])), np.int32)
     for place, row in zip(tokens, rows, strict=True):

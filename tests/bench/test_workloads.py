@@ -197,7 +197,7 @@ def epoch_of(name, workload, folder, number=0):
 
 @pytest.fixture
 def own_environment():
-    """What an adapter adds to the environment is gone after the test."""
+    """Restore the environment that an adapter changes."""
     before = dict(os.environ)
     yield
     os.environ.clear()

@@ -1,4 +1,4 @@
-"""What a run over a store needs: see remote_epoch.py. Trainers are forked: see warm.py."""
+"""Fixtures of runs over a store: see remote_epoch.py. Trainers are forked: see warm.py."""
 
 from __future__ import annotations
 

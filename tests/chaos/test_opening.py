@@ -63,7 +63,7 @@ class Ranks:
             stop.over.set()
 
     def raise_failed(self) -> None:
-        """What a rank has failed with, if one has."""
+        """Return the error of the rank that has failed, if one has."""
         for epoch in self._epochs:
             if epoch.done():
                 epoch.result()

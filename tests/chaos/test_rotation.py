@@ -75,7 +75,7 @@ class Trust:
 
 
 class Lines:
-    """What is logged in this process, from now on."""
+    """Collect the log of this process from now on."""
 
     def __init__(self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
         self._caplog = caplog

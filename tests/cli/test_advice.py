@@ -1,4 +1,4 @@
-"""What `dataplane doctor` advises: only what would help with a dataset of this size."""
+"""Advice of `dataplane doctor`: only steps that would help with a dataset of this size."""
 
 from __future__ import annotations
 

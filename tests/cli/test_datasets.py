@@ -242,7 +242,7 @@ def test_verify_names_the_columns_that_it_does_not_look_into(tmp_path, capsys):
 
 
 def test_verify_lists_the_images_that_cannot_be_decoded(tmp_path, capsys):
-    """As a trainer decodes them; nulls and other bytes are no images."""
+    """Images are decoded as a trainer does; nulls and other bytes are no images."""
     good = [encoded(drawn(12, 16, seed=row)) for row in range(20)]
     images, bad = list(good), {3: good[3][:-200], 7: b"", 12: b"no image", 19: good[0][:40]}
     images[15] = None

@@ -120,7 +120,7 @@ def test_windows_that_fit_on_average_only_are_told_too(
 def test_sources_of_a_mixture_share_the_memory_of_a_host(
     url: str, s3_server: S3Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As a loader says it, for as many hosts as are asked about."""
+    """The warning is a loader's, for as many hosts as are asked about."""
     s3_server.put(url.split("/")[2], {"b/0.parquet": shard(9, BLOCKS * ROWS, ROWS)})
     sources = ("--source", f"a={url}0.parquet,weight=1", "--source", f"b={url}b/,weight=1")
     job = ("--seed", "3", "--lanes", "2", "--window", "32", "--global-batch", "8", "--json")

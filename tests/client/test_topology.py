@@ -285,7 +285,7 @@ def test_a_process_has_a_node_for_each_set_of_credentials_and_a_launch_has_one(m
 
 @dataclass(frozen=True)
 class AMesh:
-    """What is read of torch's; test_layouts.py reads torch's own."""
+    """The attributes of torch's mesh that we read; test_layouts.py reads torch's own."""
 
     mesh_dim_names: tuple[str, ...] | None
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What the coordinator notes of a job's launches, by the invariants of coordinator/ledger.py."""
+"""The coordinator's notes of a job's launches, by the invariants of coordinator/ledger.py."""
 
 from __future__ import annotations
 

@@ -335,7 +335,7 @@ def test_1_what_is_behind_a_promise_waits_for_the_outcome(machine, outcome):
 
 
 def test_2_who_has_not_begun_promises_nothing(machine):
-    """It may begin anywhere, such as where a state was taken."""
+    """A pass may begin anywhere, such as where a state was taken."""
     first, second = Member(machine, 0), Member(machine, 1)
     machine.ask(mix())
     second.has_begun, second.cursor = False, 50 * BATCH

@@ -1,4 +1,4 @@
-"""What the nodes of a job are told of each other: numbers are those of coordinator/roster.py, 10
+"""Nodes of a job hear of each other: numbers are those of coordinator/roster.py, 10
 is that of coordinator/state.py.
 """
 
@@ -39,7 +39,7 @@ def here(machine, *numbers):
 
 
 def told(machine, number, *known, generation=1):
-    """What a heartbeat of rank i tells its node; None if nothing."""
+    """Return the nodes that a heartbeat of rank i tells its node of; None if nothing."""
     report = progress(f"m{number}-i{generation}", generation)
     renewing = beat(
         report, node_id=f"n{number}", known=known, data_address=at(number), arena_bytes=100

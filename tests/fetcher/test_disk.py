@@ -85,7 +85,7 @@ class Node:
         return end.error is None
 
     def found(self) -> dict[KeptName, int]:
-        """What a scan finds."""
+        """Return the blocks that a scan finds."""
         self.told.clear()
         assert self.end_of(ScanKept).error is None
         return {

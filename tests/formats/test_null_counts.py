@@ -139,7 +139,7 @@ def test_parquet_without_statistics_knows_what_its_schema_forbids():
 
 
 def test_without_levels_only_lists_without_gaps_are_known():
-    """As older writers leave it: an empty list is an entry without a value, as a null one is."""
+    """Older writers leave it so: an empty list is an entry without a value, as a null one is."""
     listed = [[1, 0], [1, 1], [1, 2], [0, 1]]
     schema = pa.schema([("l", pa.list_(pa.int32()))])
     for empty, expected in ((0, [0, 0]), (2, [UNKNOWN, UNKNOWN])):
@@ -190,7 +190,7 @@ NO_LEVELS = np.empty(0, np.int64)
 
 
 def counter_of(*elements: list[int]) -> NullCounter:
-    """Of each element of a schema: how many children, and its repetition."""
+    """Return the number of children and the repetition of each element of a schema."""
     table = np.zeros((len(elements), 4), np.int64)
     table[:, [CHILDREN, REPETITION]] = elements
     return NullCounter(schema_tree(table).level_max)

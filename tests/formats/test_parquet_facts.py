@@ -1,4 +1,4 @@
-"""What is read from Parquet's footers, and refused, is what the oracle reads and refuses."""
+"""Facts are read from Parquet's footers, and refused, as the oracle does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What identifies the version of an object: a commit of the Hub, a hash, or nothing but its size."""
+"""The version of an object is identified by a commit of the Hub, a hash, or nothing but its size."""
 
 from __future__ import annotations
 

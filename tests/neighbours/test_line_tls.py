@@ -121,7 +121,7 @@ def without_certificate(certified: Certified) -> ssl.SSLContext:
 
 
 def hello(certified: Certified) -> bytes:
-    """What a client with TLS sends first."""
+    """Return the first bytes of a client with TLS."""
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     client = without_certificate(certified).wrap_bio(incoming, outgoing)
     with pytest.raises(ssl.SSLWantReadError):

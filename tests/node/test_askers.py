@@ -1,4 +1,4 @@
-"""What askers may do to a node that makes slabs for them: anything, in any order."""
+"""Askers may do anything, in any order, to a node that makes slabs for them."""
 
 from __future__ import annotations
 

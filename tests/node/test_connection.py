@@ -201,7 +201,7 @@ def test_the_next_long_message_of_a_process_waits_and_short_ones_do_not(
 def test_many_connections_of_a_process_have_the_turns_of_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of messages that are read, and of requests that start."""
+    """This holds for messages that are read, and for requests that start."""
     monkeypatch.setattr("dataplane.node.server._TURN_S", 3600.0)
 
     async def flooded() -> None:

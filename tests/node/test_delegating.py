@@ -1,4 +1,4 @@
-"""What makers answer is checked before a trainer gets it."""
+"""Answers of makers are checked before a trainer gets them."""
 
 from __future__ import annotations
 

@@ -325,7 +325,7 @@ def test_preambles_are_kept_within_their_budget(pages: int) -> None:
 
 
 def test_a_block_that_is_decoded_shares_the_preamble_of_its_shard_with_others() -> None:
-    """It is not copied: workers receive its place and its number."""
+    """The preamble is not copied: workers receive its place and its number."""
 
     async def run() -> None:
         place = Place(Shard())
@@ -430,7 +430,7 @@ def shard(number: int, form: str) -> bytes:
 
 
 def ranges(server: Awry, block_bytes: int) -> list[tuple[int, int]]:
-    """What was read of blocks: the first byte, and the one behind the last."""
+    """Return the ranges that were read of blocks: the first byte, and the one behind the last."""
     found = [re.fullmatch(r"bytes=(\d+)-(\d+)", asked or "") for _, asked in server.seen]
     spans = [(int(each[1]), int(each[2]) + 1) for each in found if each is not None]
     return sorted(span for span in spans if span[0] < block_bytes)

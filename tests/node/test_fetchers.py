@@ -307,7 +307,7 @@ class Panic(BaseException):
 
 @pytest.mark.parametrize("failure", [ZeroDivisionError("by zero"), Panic("index out of bounds")])
 def test_whatever_a_store_raises_is_reported(failure: BaseException) -> None:
-    """As a StoreError, which nobody tries again: it is a bug."""
+    """Any error is reported as a StoreError, which nobody tries again: it is a bug."""
 
     class Broken(Stores):
         def connect(self, url: str) -> Any:

@@ -1,4 +1,4 @@
-"""What a node knows of the other nodes of its jobs."""
+"""Tables of a node's jobs, and of the other nodes of each."""
 
 from __future__ import annotations
 

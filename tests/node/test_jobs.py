@@ -59,7 +59,7 @@ MIB = 1 << 20
 
 
 class SlowCoordinator(Coordinator):
-    """It admits all members, and delays its answer."""
+    """A coordinator that admits all members, and delays its answer."""
 
     def __init__(self) -> None:
         super().__init__(CoordinatorConfig(VERSION))
@@ -120,7 +120,7 @@ def test_a_trainer_that_goes_away_while_it_joins_leaves_no_dataset(tmp_path: Pat
 
 
 class LateCoordinator(Coordinator):
-    """It answers heartbeats and joins after members have left."""
+    """A coordinator that answers heartbeats and joins after members have left."""
 
     def __init__(self) -> None:
         super().__init__(CoordinatorConfig(VERSION))

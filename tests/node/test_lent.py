@@ -1,4 +1,4 @@
-"""What neighbours ask a node for, and what it asks them for: runs of blocks, and single ones."""
+"""Requests between neighbours for runs of blocks and for single ones, in both directions."""
 
 from __future__ import annotations
 

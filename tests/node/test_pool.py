@@ -40,7 +40,7 @@ def test_a_job_whose_worker_is_killed_is_done_by_another_and_reported_once(tmp_p
 
 
 def test_a_task_begins_when_its_worker_knows_all_that_it_needs(tmp_path: Path) -> None:
-    """What comes before, such as the start of the process, is a wait for a worker."""
+    """Time before that, such as the start of the process, is a wait for a worker."""
 
     async def scene(bench: Bench) -> None:
         await bench.decode(0, ROOM)

@@ -1,4 +1,4 @@
-"""What is remembered of preambles that indexing has read."""
+"""Preambles that indexing has read are remembered."""
 
 import asyncio
 

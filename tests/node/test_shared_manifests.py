@@ -37,7 +37,7 @@ WANTED = Wanted(DatasetSource(("s3://b/",)), View(), 0, "job", "launch")
 
 
 class Made(Struct, frozen=True):
-    """What was opened: of whom the manifest is, and its bytes."""
+    """Return whose manifest was opened, and its bytes."""
 
     given: Manifest | None
     content: bytes

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_fork_server")
 
 
 class History:
-    """What happens to some makers and a reader until the end."""
+    """Play a history of some makers and a reader to its end."""
 
     def __init__(self, seed: int, at: Reader, nodes: list[Maker], length_s: float) -> None:
         self.chance = random.Random(seed)

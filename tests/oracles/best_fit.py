@@ -11,7 +11,7 @@ from dataplane.plan.loops import Int64
 
 
 def best_fit(lengths: Int64, ranked: Int64, room: int, most: int) -> tuple[Int64, Int64]:
-    """As plan/loops.py's."""
+    """The oracle of the function in plan/loops.py."""
     order = ranked[np.argsort(-lengths[ranked], kind="stable")].tolist()
     packs: list[list[int]] = []
     # The packs that have some room, the one that has had it the longest first; and those rooms.

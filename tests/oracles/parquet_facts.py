@@ -30,7 +30,7 @@ _FOOTER: Shape = {
 
 
 def read_footer(content: bytes | memoryview) -> FooterFacts:
-    """As formats/parquet_footers.py's."""
+    """The oracle of the function in formats/parquet_footers.py."""
     fields = struct(bytes(content), _FOOTER)
     elements = [
         (_whole(one, 1, -1), _whole(one, 2), _whole(one, 3), _whole(one, 5))

@@ -22,7 +22,7 @@ from dataplane.worker.columns import (
 
 
 class NumpyRows:
-    """As worker/rows.py's Rows."""
+    """The oracle of Rows in worker/rows.py."""
 
     def __init__(self, blocks: Sequence[BlockColumns], row_index: RowIndex) -> None:
         self._rows = len(row_index)
@@ -90,7 +90,7 @@ class NumpyRows:
 def pack(
     batch: pa.RecordBatch, specs: Sequence[ColumnSpec], row_layout: RowLayout, out: Bytes
 ) -> None:
-    """As worker/row_layout.py's."""
+    """The oracle of the function in worker/row_layout.py."""
     chosen = [specs[at] for at in row_layout.columns]
     columns = open_block(batch.select([spec.name for spec in chosen]), chosen).values
     rows = out.reshape(-1, row_layout.row_bytes)

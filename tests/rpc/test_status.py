@@ -128,7 +128,7 @@ def test_failures_without_an_error_of_ours_are_about_the_peer():
 
 @pytest.mark.parametrize("is_reset", [False, True], ids=["closed", "reset"])
 def test_a_server_without_places_hangs_up_and_the_error_says_that_too(is_reset):
-    """It is a reset if the client was faster, and has sent something."""
+    """The connection is reset if the client was faster, and has sent something."""
 
     async def hang_up(reader, writer):
         await reader.read(1 << 16)

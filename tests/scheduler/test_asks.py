@@ -1,4 +1,4 @@
-"""What a node does with blocks that its neighbours ask for."""
+"""A node's answers to neighbours that ask for blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the block table evicts, and in which order."""
+"""The order in which the block table evicts."""
 
 from __future__ import annotations
 
@@ -494,7 +494,7 @@ def test_blocks_are_read_far_less_often_than_once_a_batch(
 
 
 def test_excerpts_stay_while_readers_of_other_datasets_use_them() -> None:
-    """Those of the dataset that they were made for have gone."""
+    """The readers of the dataset that they were made for have gone."""
     first, second, read = object(), object(), [object()]
     excerpts = SimpleNamespace(is_open=True, awaited=lambda: (second,) if read else (), closed=0)
 

@@ -259,7 +259,7 @@ class Node:
         self.tell(DiskScanned(trouble))
 
     def tell(self, event: events.Event, now: float = 0.0) -> list[str]:
-        """What is logged."""
+        """Return the log."""
         effects = self._scheduler.decide(event, now)
         return [effect.event for effect in effects if isinstance(effect, events.Note)]
 

@@ -461,7 +461,7 @@ def attacked(secret=TOKEN, **changed):
 
 
 def unsigned_attack(algorithm):
-    """As a hostile client writes it: PyJWT makes none of these."""
+    """Write a token as a hostile client does: PyJWT makes none of these."""
     parts = (
         json.dumps(part).encode() for part in ({"alg": algorithm, "typ": "JWT"}, attack_claims())
     )
@@ -522,7 +522,7 @@ CALLS = {
 
 
 async def seen(server):
-    """What the coordinator knows of the job and its node."""
+    """Return the coordinator's status of the job and its node."""
     found = await server.coordinator.status(StatusRequest())
     (job,) = found.jobs
     members = [(one.member_id, one.node_id, one.state, one.epoch) for one in job.members]

@@ -1,4 +1,4 @@
-"""What a peer without a token can make a coordinator do: next to nothing."""
+"""A peer without a token can make a coordinator do next to nothing."""
 
 from __future__ import annotations
 

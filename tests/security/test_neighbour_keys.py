@@ -123,7 +123,7 @@ def shapes(secret: bytes) -> list[bytes]:
 
 
 async def as_maker(client, coordinator):
-    """What a maker is told of a job that is short of workers."""
+    """Return what a maker hears of a job that is short of workers."""
     await client.register_node(node(node_id=MAKER.node_id, data_address=ADDRESS))
     await coordinator.register_node(membership.node("n1", worker_count=0))
     await coordinator.join(membership.join(0, job="short", node_id="n1"))
@@ -236,7 +236,7 @@ def conversation(converse, database=":memory:"):
 
 
 async def seen(server):
-    """What people, and other nodes, see of the job and its node."""
+    """Return the status of the job and its node, as people and other nodes see it."""
     found = await server.coordinator.status(StatusRequest())
     (job,) = found.jobs
     members = [

@@ -193,7 +193,7 @@ def test_certificates_and_their_ca_are_replaced_while_calls_run(tmp_path):
             calls += 1
 
     def rewritten():
-        """What happens to the files, in turn; nobody is to see an error of it."""
+        """Change the files in turn; nobody is to see an error of it."""
         both = b"".join((tmp_path / f"{side}.ca").read_bytes() for side in ("server", "bundle"))
         for side in ("server", "node"):
             (tmp_path / f"{side}.ca").write_bytes(both)  # trust both

@@ -1,4 +1,4 @@
-"""What answers of stores that refuse mean, the same for all ways to ask."""
+"""Refusals of stores mean the same for all ways to ask."""
 
 from __future__ import annotations
 

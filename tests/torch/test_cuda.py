@@ -49,7 +49,7 @@ def loader_of(kind: str, **given: Any) -> DataLoader:
 
 @pytest.fixture
 def expected(fake):
-    """What an epoch is, by the kind of loader."""
+    """Return an epoch's batches, by the kind of loader."""
     fake(**NODE)
 
     def of(kind: str) -> list[list[bytes]]:

@@ -85,7 +85,7 @@ def cluster(state_of_this_test: None) -> Iterator[Cluster]:
 
 
 def batches(url: str, **options: Any) -> list[dict[str, Any]]:
-    """What a trainer gets from a node of its own."""
+    """Return a trainer's batches from a node of its own."""
     with DataLoader(url, 16, **OPTIONS, **options) as loader:
         return [{name: _plain(values) for name, values in batch.items()} for batch in loader]
 

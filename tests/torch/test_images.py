@@ -266,7 +266,7 @@ BAD = {3: b"garbage", 14: None, 17: jpeg(17)[:200], 45: b""}
 
 
 def instead_of(number: int) -> int:
-    """What stands for a bad row, in blocks of 10 and shards of 30, with seed 3."""
+    """Return the row that stands for a bad one, in blocks of 10 and shards of 30, with seed 3."""
     bad = {one % 10 for one in BAD if one // 10 == number // 10}
     return number // 10 * 10 + substitute(3, number // 30, number % 30, 10, bad)
 

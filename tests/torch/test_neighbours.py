@@ -117,7 +117,7 @@ def test_each_block_is_read_from_the_store_by_one_of_the_nodes(
 
 
 class Told:
-    """What `dataplane status` tells of the nodes."""
+    """Return the nodes in `dataplane status`."""
 
     def __init__(self, coordinator: Service, capsys: pytest.CaptureFixture[str]) -> None:
         self._coordinator, self._capsys = coordinator, capsys
@@ -175,7 +175,7 @@ def test_a_node_whose_token_is_for_some_urls_lends_and_borrows_what_lies_there_a
         return "data request refused" in "".join(log.read_text() for log in logs)
 
     def epochs(job: str, dataset: str, is_enough: Callable[[], bool]) -> Iterator[list[int]]:
-        """What each epoch reads, until it is enough."""
+        """Yield the rows of each epoch, until it is enough."""
         with (
             DataLoader(dataset, 16, service=services[0], name=job, dp_rank=0, **same) as first,
             DataLoader(dataset, 16, service=services[1], name=job, dp_rank=1, **same) as second,

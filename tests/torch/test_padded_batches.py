@@ -201,7 +201,7 @@ def by_flex_attention(batch: dict[str, Tensor]) -> Attention:
 
 
 def by_sequences(batch: dict[str, Tensor]) -> Attention:
-    """As FlashAttention's functions for sequences of different lengths do."""
+    """Attend as FlashAttention's functions for sequences of different lengths do."""
     rows = len(batch["tokens"])
     cuts = (batch["cu_seqlens"][:, :-1] + SIZE * torch.arange(rows)[:, None]).flatten().tolist()
     ends = [*cuts, rows * SIZE]

@@ -437,7 +437,7 @@ def known(value: Any) -> Any:
 
 
 def told(sign: str, one: Any, other: Any) -> bool | None:
-    """What a comparison is, as in SQL."""
+    """Compare as SQL does."""
     return None if one is None or other is None else OPERATORS[sign](known(one), known(other))
 
 

@@ -69,7 +69,7 @@ def wide(columns: dict[str, Any], generator: np.random.Generator) -> dict[str, A
 
 
 class OddArray:
-    """What raises when numpy takes it."""
+    """A value that raises when numpy takes it."""
 
     def __array__(self, *_: Any, **__: Any) -> Any:
         raise LookupError("no array")
@@ -91,7 +91,7 @@ def gather_of(
 
 
 def arrays(slab: bytes, columns: Sequence[Column], i: int) -> list[np.ndarray[Any, Any]]:
-    """What lies there of batch i."""
+    """Return the part of batch i that lies there."""
     found = []
     for spec, column in zip(FOUND, columns, strict=True):
         values, side = pieces(spec, column, i, 0)

@@ -107,7 +107,7 @@ class OddKeys(Odd):
 
 
 class OddArray:
-    """What raises when numpy looks at it."""
+    """A value that raises when numpy looks at it."""
 
     @property
     def __array__(self) -> Any:

@@ -37,7 +37,7 @@ UNTOUCHED = 0xAA
 
 
 def _stored(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """As a worker finds a decoded block in the arena."""
+    """Return a decoded block as a worker finds it in the arena."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)

@@ -27,7 +27,7 @@ def model():
 
 
 def train(module, loader):
-    """As a loop would: every rank steps as often."""
+    """Step as a loop would: every rank as often."""
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     for batch in loader:
         seen.append(batch["id"].tolist())

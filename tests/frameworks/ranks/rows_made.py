@@ -1,4 +1,4 @@
-"""What the workers of a node make of the rows of these tests."""
+"""The function that workers of a node call over the rows of these tests."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def trainer(warm_torch: WarmPython, tmp_path: Path) -> Callable[..., Any]:
 
 
 def workers_of(process: WarmProcess) -> list[psutil.Process]:
-    """Those whose pids it printed, and that are still there."""
+    """Return the workers whose pids it printed, and that are still there."""
     line = process.stdout.readline()
     assert line, "see the file of its errors"
     found = []
@@ -264,7 +264,7 @@ def test_a_worker_that_waits_to_send_a_batch_ends_at_once() -> None:
 
 
 class Texts(Samples):
-    """As much text as travels with a pickle."""
+    """A dataset of as much text as travels with a pickle."""
 
     def __init__(self) -> None:
         super().__init__("", 100)
@@ -385,7 +385,7 @@ SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def generators(loader: Any) -> list[Any]:
-    """What each generator would draw next."""
+    """Return the next draw of each generator."""
     found = [torch.random.get_rng_state().tolist(), random.getstate()]
     found += [np.random.get_state()[1].tolist()]  # type: ignore[index]  # noqa: NPY002
     return [*found, *([loader.generator.get_state().tolist()] if loader.generator else [])]

@@ -23,7 +23,7 @@ pytestmark = [
 
 
 def seeded(kind: type, make: Any, walk: Any) -> list[Any]:
-    """What `walk` sees of a loader of this class, and where the generators are left."""
+    """Return the results of `walk` over a loader of this class, and the next draws of the generators."""
     random.seed(1)
     np.random.seed(2)  # noqa: NPY002 - what datasets draw from
     torch.manual_seed(3)

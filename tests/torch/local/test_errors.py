@@ -61,7 +61,7 @@ def test_exceptions_come_with_the_workers_traceback(error, kind) -> None:
 
 
 def made_here() -> Exception:
-    """As of a client that makes the classes of its errors while it runs."""
+    """Make an error as a client does that makes the classes of its errors while it runs."""
 
     class NoSuchKey(ValueError):
         pass

@@ -183,7 +183,7 @@ def refuse(made: int) -> Any:
 
 
 class Broken(Rows):
-    """Of whose batches the third cannot be made, or be unpickled."""
+    """A dataset whose third batch cannot be made, or be unpickled."""
 
     def __init__(self, how: str) -> None:
         self.how = how

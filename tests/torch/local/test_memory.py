@@ -384,7 +384,7 @@ def test_a_pass_is_for_the_process_that_began_it() -> None:
 
 
 def send(batch: torch.Tensor, queue: Any) -> None:
-    """What a process is started for."""
+    """The work of a process."""
     queue.put(batch.numpy()[:, 0].tolist())
 
 

@@ -22,7 +22,7 @@ EXPECTED = [[i, i + 1] for i in range(0, COUNT, 2)]
 
 
 class TooLate(Exception):
-    """What a handler raises."""
+    """The exception of a handler."""
 
 
 @pytest.fixture(autouse=True)
