@@ -233,8 +233,6 @@ SBATCH = {
 
 @pytest.mark.parametrize("launcher", [
     SBATCH,
-    {**SBATCH, "SLURM_STEP_ID": "0"},
-    {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "h", "MASTER_PORT": "29500"},
     {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "PMIX_NAMESPACE": "p.1"},
 ])  # fmt: skip
 def test_single_ranks_with_the_same_variables_are_two_runs(launcher) -> None:
