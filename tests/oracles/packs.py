@@ -29,7 +29,7 @@ def write_packs(
     places: Ints,
     columns: Sequence[Bytes],
 ) -> None:
-    """As worker/packing.py's."""
+    """The oracle of the function in worker/packing.py."""
     drawn = packing._drawn(blocks, index)
     pieces = _pieces(drawn, places)
     rows_index = np.stack([pieces.tables, pieces.rows], axis=1).astype(np.int32)
