@@ -43,6 +43,7 @@ from dataplane.model.errors import ConfigError
 from dataplane.model.ledger import Ledger
 from dataplane.model.records import End, View
 from dataplane.settings import node_config
+from dataplane.store.urls import exists
 
 if TYPE_CHECKING:
     from dataplane.plan.cluster import Cluster
@@ -133,7 +134,7 @@ def plan(
     """
     from dataplane.commands.datasets import opened
 
-    if is_a_ledger(urls):
+    if urls and exists(urls[0]) and is_a_ledger(urls):
         _show_stages(_of_ledger(settings, urls[0], asked, workers), as_json=as_json)
         return
     question = _question(asked, end)

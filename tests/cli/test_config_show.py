@@ -197,7 +197,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict
         (("doctor", "{}/broken.parquet"), 1, "CorruptShard"),
         (("status", "127.0.0.1:1"), 3, "PeerLost"),
         (("config", "show", "--slab-bytes", "many"), 2, "ConfigError"),
-        (("plan", "x.parquet"), 2, "MissingParameter"),
+        (("inspect",), 2, "MissingParameter"),
         (("plan", "x.parquet", "--global-batch", "none"), 2, "BadParameter"),
         (("inspect", "x.parquet", "--no-such-option"), 2, "NoSuchOption"),
     ],
