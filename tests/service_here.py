@@ -49,7 +49,7 @@ class ServiceHere:
         self._loop, self.address, self._server = loop, address, server
 
     def member_states(self) -> list[str]:
-        """Of all members of all jobs."""
+        """The progress of all members of all jobs."""
         asked = self._server.coordinator.status(StatusRequest())
         found = asyncio.run_coroutine_threadsafe(asked, self._loop).result(60)
         return [member.state for job in found.jobs for member in job.members]

@@ -142,7 +142,7 @@ def test_a_defect_is_written_with_its_traceback(stderr: Stderr, form: str) -> No
 
 
 class Clock:
-    """Of a trace."""
+    """Log lines of a trace."""
 
     def __init__(self) -> None:
         self.now = 100.0

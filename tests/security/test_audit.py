@@ -60,7 +60,7 @@ QUIET_FOR_S = 59.8
 
 
 class Clock:
-    """Of a trace. What happens before `go` has happened nearly a minute ago."""
+    """Log lines of a trace. What happens before `go` has happened nearly a minute ago."""
 
     def __init__(self) -> None:
         self._shift = -QUIET_FOR_S

@@ -68,7 +68,7 @@ class Kept:
 
 
 def _boxes(image: bytes, count: int, seed: int) -> list[Box]:
-    """Of any size, for images as this one."""
+    """Restart indexes of any size, for images as this one."""
     height, width = sizes([image])[0].tolist()
     numbers = random.Random(seed)
     boxes = []

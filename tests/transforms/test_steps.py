@@ -82,7 +82,7 @@ def draw_from(seed: int, count: int) -> Draw:
 def made(
     spec: ImageSpec, images: list[bytes], seed: int = 0, render: Any = pixels.render
 ) -> np.ndarray[Any, Any]:
-    """As a worker makes them.   Shapes:  result: [n, ...] of the dtype; bfloat16 as uint16."""
+    """Make pixels as a worker does.   Shapes:  result: [n, ...] of the dtype; bfloat16 as uint16."""
     steps, there = steps_of(spec), Encoded.of(images)
     view, draw = steps.view(), draw_from(seed, len(images))
     crops = steps.crops(pixels.sizes(there.places), draw)

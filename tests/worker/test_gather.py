@@ -240,7 +240,7 @@ RowIndex = np.ndarray[tuple[int, int], np.dtype[np.int32]]
 def excerpt_of(
     block: BlockColumns, specs: tuple[ColumnSpec, ...], numbers: np.ndarray, how: RowLayout | None
 ) -> tuple[BlockColumns, np.ndarray]:
-    """As a worker writes it into the arena, with exactly the room that it needs, and finds it."""
+    """Write a block as a worker does, with exactly the room that it needs, and return it as found."""
     small = bytearray(row_numbers_bytes(len(numbers)))
     small[: 4 * len(numbers)] = numbers.astype(np.int32).tobytes()
     need = write_excerpt(block, specs, memoryview(small), len(numbers))

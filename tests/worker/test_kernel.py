@@ -286,7 +286,7 @@ DTYPES = ("bool", "int8", "uint16", "float32", "int64")
 def packed_block(
     batch: pa.RecordBatch, specs: tuple[ColumnSpec, ...], how: RowLayout
 ) -> BlockColumns:
-    """As a worker writes a block into the arena, and finds it there."""
+    """Write a block into the arena as a worker does, and return it as found there."""
     region = memoryview(bytearray([UNTOUCHED]) * row_layout.stored_bytes(batch, how))
     row_layout.store(batch, specs, how, region)
     return row_layout.open_stored(region, specs, how)
@@ -426,7 +426,7 @@ def test_a_region_that_is_too_short_for_its_rows_is_refused() -> None:
 
 
 def _manifest(folder: Path, *dtypes: str) -> Manifest:
-    """Of one block that needs no decoding, if nothing must become another type."""
+    """The rows of one block that needs no decoding, if nothing must become another type."""
     batch = _all_small(640, 8, 0, dtypes)
     with pa.ipc.new_file(folder / "a.arrow", batch.schema) as writer:
         writer.write_batch(batch)

@@ -239,7 +239,7 @@ def made_in_parts(args: tuple[Any, ...], cut: int, told: Gathered) -> bytearray:
 
 
 def excerpt_of(form: PackForm, block: PackBlock, numbers: NDArray[np.int64]) -> PackBlock:
-    """As a worker writes it, with exactly the room that it needs, and finds it."""
+    """Write a slab as a worker does, with exactly the room that it needs, and return it as found."""
     head = row_numbers_bytes(len(numbers))
     small = bytearray(head)
     small[: 4 * len(numbers)] = numbers.astype(np.int32).tobytes()
