@@ -38,7 +38,7 @@ VAGUE_FUNCTIONS = frozenset({"tell", "look", "ask"})
 CRUMB_LINES_MAX = 80
 # Offences that are left, by rule and folder. A number may only fall: lower it when you can.
 LEFT = {
-    "docstrings": {"dataplane": 0, "loaders": 0, "benchmarks": 0, "tests": 68},
+    "docstrings": {"dataplane": 0, "loaders": 0, "benchmarks": 0, "tests": 62},
     "names": {"dataplane": 456, "loaders": 23, "benchmarks": 0, "tests": 2085},
     "functions": {"dataplane": 38, "loaders": 0, "benchmarks": 0, "tests": 41},
     "crumbs": {"dataplane": 3, "loaders": 3},
