@@ -57,9 +57,10 @@ from dataplane.worker.functions import CalledAt, UserFunction, loaded, mapped_bl
 SHARD_BYTES = 128 << 20
 """The size of a part, in bytes of memory. A process needs about three times as much."""
 BLOCK_BYTES = 16 << 20
-MANIFEST = "dataset.manifest"
 _ALL = View()
 _RECORDS = "_dataplane/"
+MANIFEST = f"{_RECORDS}dataset.manifest"
+"""Other readers of a folder ignore names that begin with an underscore."""
 _STORES = Stores()
 
 
@@ -277,7 +278,7 @@ def _done(job: PackJob) -> dict[int, PackedPart]:
             "stopped, if neither its source nor its options have changed)",
             field="dest",
         )
-    others = (*marks, f"{_RECORDS}sha256sums")
+    others = (*marks, f"{_RECORDS}sha256sums", MANIFEST)
     records = [name for name in names if name.startswith(_RECORDS) and name not in others]
     done = {packed.part: packed for packed in map(PackedPart.of_record, records)}
     if len(done) < len(records):

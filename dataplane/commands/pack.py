@@ -63,8 +63,8 @@ def pack(
     """Write a dataset as new shards below DEST, a local folder or one of a bucket.
 
     The rows keep their order. Each shard appears whole or not at all; if the command is
-    interrupted, the same command goes on where it stopped. DEST/dataset.manifest can be used in
-    place of the dataset's URL; DEST/_dataplane/sha256sums has the checksums of all shards.
+    interrupted, the same command goes on where it stopped. DEST/_dataplane/dataset.manifest can
+    be used in place of the dataset's URL; sha256sums beside it has the checksums of all shards.
 
     \b
     Examples:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.dataset
 import pytest
 from fleet import wait_until
 from msgspec import structs
@@ -79,13 +80,15 @@ def test_the_rows_of_a_pack_are_those_of_its_source(
         .remove_metadata()
         .equals(schema_of(index_dataset(source)).remove_metadata())
     )
-    saved = index_dataset(tmp_path / "d" / "dataset.manifest")
+    saved = index_dataset(tmp_path / "d" / "_dataplane" / "dataset.manifest")
     assert saved == manifest == index_dataset(tmp_path / "d")
     lines = (tmp_path / "d" / "_dataplane" / "sha256sums").read_text().splitlines()
     for line in lines:
         digest, name = line.split("  ")
         assert hashlib.sha256((tmp_path / "d" / name).read_bytes()).hexdigest() == digest
     assert len(lines) == len(parts) == len(manifest.shards)
+    others = pa.dataset.dataset(tmp_path / "d", format=format_name)
+    assert others.to_table()["id"].to_pylist() == [*range(ROWS)], "other readers see shards alone"
 
 
 def test_a_tar_has_texts_and_bytes_as_they_are_and_other_values_as_json(
@@ -235,7 +238,7 @@ def test_a_pack_in_a_bucket_is_that_of_a_folder(
         assert [part.sha256 for part in parts] == [
             part.sha256 for part in packed(source, tmp_path / "d")[1]
         ]
-        assert index_dataset(f"{url}/dataset.manifest", connect=connect) == manifest
+        assert index_dataset(f"{url}/_dataplane/dataset.manifest", connect=connect) == manifest
         assert manifest.sample_count == ROWS
     finally:
         forget()
