@@ -260,6 +260,8 @@ def _matching(pattern: str, stores: Connect) -> _Found:
     objects = f"{len(listed)} object{'s' if len(listed) > 1 else ''}"
     where = f"under {prefix}" if prefix.endswith("/") else f"with a url that starts {prefix}"
     near = _near(pattern, [info.url for info in listed])
+    if "=" in pattern.rpartition("/")[0]:
+        near += "; to choose by keys of folders, pass the folder above, and where="
     raise ShardNotFound(
         f"{objects} {where}, but none matches {pattern}{near}",
         shard=pattern,

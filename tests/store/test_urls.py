@@ -349,6 +349,7 @@ def test_an_object_named_twice_is_refused(root: Path, urls: tuple[str, ...]) -> 
         ("train-{000..004}.parquet", r"no file file://.*train-004\.parquet.*train-00"),
         ("trian-000.parquet", r"did you mean .*train-000\.parquet"),
         ("trian-*.parquet", r"did you mean .*/train-000\.parquet\?"),
+        ("date=*/*.arrow", "to choose by keys of folders, pass the folder above, and where="),
         ("nothing/here/*.x", "no url starts with .*nothing/here/"),
         ("nothing/here/x", "nothing is not a folder"),
         ("web.parquet/", "nothing below"),
