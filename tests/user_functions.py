@@ -257,3 +257,10 @@ def returns_as_a_file_says(columns: Columns) -> Columns:
     """The first rows, as many as the file says that an environment variable names."""
     count = int(Path(os.environ["ROWS_FILE"]).read_text())
     return {name: column[:count] for name, column in columns.items()}
+
+
+def repeats_but_3(columns: Columns) -> dict[str, Any]:
+    """Repeat rows like `repeats`, but fail at row 3."""
+    if 3 in columns["id"].to_pylist():
+        raise ValueError("not 3")
+    return repeats(columns)

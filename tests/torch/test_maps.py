@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import user_functions
 from dataplane_torch import DataLoader, Mixture, Pack, Source
+from plan.plain import substitute
 
 from dataplane.cli import run
 from dataplane.model.errors import ConfigError, FunctionError
@@ -222,3 +223,33 @@ def test_what_cannot_be_drawn_in_each_epoch_is_refused(tmp_path: Path) -> None:
     for other in others:
         with pytest.raises(ConfigError, match="per_epoch=True with resizes= or pack="):
             DataLoader(url, map=user_functions.noisy, per_epoch=True, **other)
+
+
+def test_what_a_changed_recipe_left_unread_is_read_once_with_more_shards(tmp_path: Path) -> None:
+    stored, _ = written(tmp_path, seed=1)
+    head, states = batches_of(stored, **MAPPED, **SHUFFLED)
+    table = pa.table({"id": range(500, 520), "times": [2] * 20, "row": range(20)})
+    pq.write_table(table, f"{stored}/2.parquet")
+    every, _ = batches_of(stored, **MAPPED)
+    with DataLoader(stored, 9, **MAPPED, **{**SHUFFLED, "seed": 8}) as loader:
+        loader.load_state_dict(states[3], change="unread")
+        rest = [
+            pair
+            for batch in loader
+            for pair in zip(batch["id"].tolist(), batch["copy"].tolist(), strict=True)
+        ]
+    assert sorted([*itertools.chain(*head[:4]), *rest]) == sorted(itertools.chain(*every))
+
+
+def test_a_row_at_which_the_map_fails_is_replaced_before_its_rows_are_counted(
+    tmp_path: Path,
+) -> None:
+    stored, _ = written(tmp_path)
+    options: dict[str, Any] = {"map": user_functions.repeats_but_3, "resizes": True, "seed": 4}
+    found, _ = batches_of(stored, on_bad="replace", bad_max=0.1, **options)
+    given = pq.read_table(f"{stored}/0.parquet").slice(0, GROUP).to_pydict()
+    instead = substitute(4, 0, 3, GROUP, {3})
+    times = [given["times"][instead if row == 3 else row] for row in range(GROUP)]
+    ids = [instead if row == 3 else row for row in range(GROUP)]
+    expected = [(row, copy) for row, count in zip(ids, times, strict=True) for copy in range(count)]
+    assert [*itertools.chain(*found)][: len(expected)] == expected
