@@ -310,10 +310,10 @@ def test_values_are_counted_before_a_message_is_decoded(monkeypatch):
     monkeypatch.setattr(bounds.time, "sleep", pauses.append)
     columns = messages.DatasetSource(tuple("u" * (n % 40) for n in range(2000)), "x" * 300)
     wire = codec.encode(columns)
-    values = 1 + 3 + 2000
+    values = 1 + 4 + 2000
     assert _packet(wire).read(messages.DatasetSource, values) == (columns, ())
     assert len(pauses) == values // bounds._VALUES_A_TURN
-    with pytest.raises(errors.ConfigError, match="more than 2003 values in its lists"):
+    with pytest.raises(errors.ConfigError, match="more than 2004 values in its lists"):
         _packet(wire).read(messages.DatasetSource, values - 1)
     few = codec.encode(messages.OpenStream("j" * 70_000, 2**63, 2**15, 2**7, 2**31))
     assert _packet(few).read(messages.OpenStream, 9)[0].cursor == 2**15
