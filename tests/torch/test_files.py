@@ -345,7 +345,7 @@ def test_missing_files_of_a_table_are_listed_left_out_or_replaced(
     rows = loaded(table, on_bad="replace", bad_max=0.1)
     assert [at for at, row in enumerate(rows) if row["number"] != at] == sorted(lost)
     assert all(bytes(row["image"]) == b"%d" % row["number"] for row in rows)
-    assert run(["verify", str(table), "--format", "files::path"]) == 1
+    assert run(["verify", str(table), "--files", "path"]) == 1
     shown = capsys.readouterr().out
     assert [f"{row:03d}.png" in shown for row in sorted(lost)] == [True] * 4, shown
 

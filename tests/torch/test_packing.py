@@ -201,7 +201,7 @@ def test_packs_of_a_view_have_only_its_rows(tmp_path: Path) -> None:
     ("given", "said"),
     [
         ({"pack": Pack("tokens", SIZE), "columns": ["tokens"]}, r"columns=.*Pack\(column, carry"),
-        ({"pack": Pack("text", SIZE)}, "'text' to be lists of numbers"),
+        ({"pack": Pack("text", SIZE)}, "'text' is text: tokenise it, with map="),
         ({"pack": Pack("nothing", SIZE)}, "nothing"),
         ({"pack": "tokens"}, "pass a Pack"),
         ({"pack": Pack("tokens", 0)}, "length=0"),
