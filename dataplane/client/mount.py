@@ -166,7 +166,7 @@ class Mount:
         self._slabs[slab.slab_id] = held
         return memory
 
-    def leave_stream(self, stream_id: int, cursor: int = 0, waited: Waited | None = None) -> None:
+    def leave_stream(self, stream_id: int, cursor: int, waited: Waited | None) -> None:
         """Tell the node, now or with the next message, that this stream is no longer read, how many
         samples all ranks have consumed, and how long the trainer has waited.
         """

@@ -131,14 +131,13 @@ def largest_stored(manifest: Manifest, projection: Projection | None) -> int:
 class Dataset(Struct, frozen=True, eq=False, weakref=True):
     """One manifest, read with one set of options. Jobs with the same options share its blocks.
 
-    `direct`: a zero-copy block is already in canonical form and needs no decoding; if its small
-    columns are packed, it is decoded anyway. `blocks` is the scheduler's view of it;
-    `largest_block` the one that takes most of the arena, raw and decoded together; `row_bytes` the
-    approximate size of one sample in a slab, at least one. `has_bytes`: a column may hold images.
-    `kept_bytes` is what all blocks together would take of the arena.
-    `categories` are the values of columns that come as codes; `stored` the rows that blocks have
-    before the view. `digest`, of 16 bytes, is equal on all nodes whose blocks have equal bytes, as
-    they are read and once decoded.
+    `blocks` is the scheduler's view of it; `largest_block` the one that takes most of the arena,
+    raw and decoded together; `row_bytes` the approximate size of one sample in a slab, at least
+    one. `has_bytes`: a column may hold images. `kept_bytes` is what all blocks together would take
+    of the arena. `categories` are the values of columns that come as codes; `stored` the rows that
+    blocks have before the view. `digest`, of 16 bytes, is equal on all nodes whose blocks have
+    equal bytes, as they are read and once decoded.
+
     Shapes:  row_starts: int64[blocks + 1], the rows before each block.
     """
 
@@ -146,7 +145,6 @@ class Dataset(Struct, frozen=True, eq=False, weakref=True):
     manifest: Manifest
     columns: StackedPlan
     message: tasks.OpenDataset
-    direct: bool
     blocks: DatasetBlocks
     projection: Projection | None
     largest_block: int
@@ -372,7 +370,8 @@ def _marks(
 ) -> Marks:
     shards = manifest.shards
     # `preamble` has, for each shard, the bytes that are fetched with every block, -1 for a local
-    # file that can be mapped; `is_decoded`, whether the shard's blocks are decoded.
+    # file that can be mapped; `is_decoded`, whether the shard's blocks are decoded: not if these
+    # are zero-copy and `direct`, in canonical form with no small columns to be packed.
     is_local = shards.urls.starting_with(FILE_PREFIX.encode())
     is_local &= ~shards.etags.starting_with(MARK.encode())
     preamble = np.where(is_local, -1, shards.preamble_length)
@@ -492,7 +491,7 @@ def dataset_of(
         digest=digest,
     )
     return Dataset(
-        dataset_id, manifest, columns, message, direct, blocks, projection,
+        dataset_id, manifest, columns, message, blocks, projection,
         largest_block=int((marks.raw + marks.decoded).argmax()),
         row_starts=starts_of(row_counts(manifest)),
         row_bytes=_sample_bytes(manifest, found, projection),

@@ -27,7 +27,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Protocol
 
 from msgspec import Struct
 
@@ -111,17 +110,6 @@ class ForkedProcess:
             call(status)
 
 
-class _Process(Protocol):
-    """The process of a fork server."""
-
-    @property
-    def pid(self) -> int: ...
-
-    def kill(self) -> None: ...
-
-    def wait(self) -> int: ...
-
-
 class _Fork(Struct, frozen=True):
     """A child that was forked from this process, and not waited for yet."""
 
@@ -134,6 +122,9 @@ class _Fork(Struct, frozen=True):
     def wait(self) -> int:
         """Return the exit status; waits for the end of the process."""
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+_Process = subprocess.Popen[bytes] | _Fork
 
 
 class _Server:
