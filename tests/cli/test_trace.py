@@ -270,7 +270,7 @@ def test_what_names_no_job_is_refused(saved, shards, capsys, tmp_path):
     (tmp_path / "newer").write_text('{"ledger":9}')
     for arguments, why in (
         ((str(shards),), "--global-batch is needed for urls"),
-        ((str(shards), "--global-batch", "32"), "run from 0 to 9"),
+        ((str(shards), "--global-batch", "32"), "epoch 0 has 10 steps, counted from 0"),
         ((ledger, "--seed", "4"), "--seed is for urls"),
         (("one", "two"), "the urls of one dataset, a ledger, or a job"),
         ((str(tmp_path / "damaged"),), "is not a ledger, or damaged"),
