@@ -10,7 +10,7 @@ import dataclasses
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,13 +75,17 @@ VOCABULARY = 50_000
 _TOKEN_GROUP_ROWS = 512
 
 
-def _write_token_rows(files: Iterable[tuple[Path, NDArray[np.int64]]], seed: int = 0) -> None:
+def _write_token_rows(
+    files: Iterable[tuple[Path, NDArray[np.int64]]],
+    seed: int = 0,
+    names: Sequence[str] = ("id", "tokens"),
+) -> None:
     """Write rows of random tokens, for these ids, to each of these files."""
     random = np.random.default_rng(seed)
     for path, ids in files:
         values = random.integers(0, VOCABULARY, (len(ids), ROW_TOKENS), dtype=np.int32)
         column = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), ROW_TOKENS)
-        table = pa.table({"id": pa.array(ids), "tokens": column})
+        table = pa.table({"id": pa.array(ids), "tokens": column}).select(names)
         pq.write_table(table, path, row_group_size=_TOKEN_GROUP_ROWS, compression="NONE")
 
 
@@ -100,7 +104,13 @@ TOKENS = Recipe(
 )
 
 # The same rows alone, as formats of token sequences have them.
-ROWS = dataclasses.replace(TOKENS, name="rows", columns=TOKENS.columns[1:])
+ROWS = dataclasses.replace(
+    TOKENS,
+    name="rows",
+    version=2,
+    columns=TOKENS.columns[1:],
+    write=lambda folder, count: _write_token_rows(shards(folder, count), names=["tokens"]),
+)
 
 # Rows of tokens from four sources, in shares that are not those of their sizes.
 _SHARES = {"web": (0.70, 70), "code": (0.20, 25), "books": (0.07, 10), "maths": (0.03, 5)}
