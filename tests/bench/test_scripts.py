@@ -173,6 +173,8 @@ def test_the_parts_that_run_the_benchmark_have_its_cases_or_say_why_they_failed(
         "plans packing",
         "worker gather --rounds 1",
         "torch_datasets memory expanded-collate --rounds 1",
+        "stalls slow --rows 640 --rounds 1 --step-ms 1",
+        "stalls restart --rows 640 --rounds 1",
         "device training --seconds 0.1 --models transformer",
         "nodes lines --mib 16 --rounds 1 --tls",
         "nodes lending --mib 32 --block-kib 512 --epochs 2",
