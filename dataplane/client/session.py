@@ -438,6 +438,8 @@ class Session:
         # changed since that stage.
         spec = structs.replace(self.request.spec, stages=mount.job.spec.stages)
         gone = mount.job.gone
+        if self.following is not None:  # names are those of shards of the former stage
+            self.following = structs.replace(self.following, gone=gone)
         self.request = structs.replace(self.request, spec=spec, finishes=False, gone=gone)
         self._is_first_reported = False  # report the first batch to the new node too
         self.learn(mount.job.entries)

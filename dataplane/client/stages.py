@@ -100,6 +100,11 @@ def follows(state: RunState, job: JobOpened) -> tuple[RunState, str]:
             f" stay delivered, and epoch {epoch} has {first}"
         )
     ended = f"{ended[0].upper()}{ended[1:]}"
+    if len(job.gone) < len(state.gone):
+        ended += (
+            f". {len(state.gone) - len(job.gone)} of the {len(state.gone)} rows and shards that"
+            " were taken out are of shards that are not in this dataset"
+        )
     return begin, f"stage {number} of this run begins with epoch {epoch}: {what}. {ended}"
 
 

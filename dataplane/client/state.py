@@ -20,7 +20,7 @@ from dataplane.model.changes import NO_GAPS, EpochSteps, Gaps, TakenOut
 from dataplane.model.config import ORDER_VERSION, Fact, JobSpec, Stage, sparse, text_of
 from dataplane.model.errors import ConfigError, SpecMismatch, VersionMismatch
 from dataplane.model.ledger import PLACE_MAX, LedgerMark
-from dataplane.model.records import DatasetIdentity, MixHistory, ShareChange, Unsigned
+from dataplane.model.records import DatasetIdentity, MixHistory, ShareChange
 from dataplane.model.typed import complete
 from dataplane.rpc.messages import JobOpened
 
@@ -235,7 +235,7 @@ class RunState(Struct, frozen=True):
         if self.global_batch:
             saved["global_batch"] = self.global_batch
         if self.gone:
-            saved["taken_out"] = [[row.name, row.epoch, row.cursor] for row in self.gone]
+            saved["taken_out"] = [list(structs.astuple(row)) for row in self.gone]
         if self.stages:
             saved["stages"] = [sparse(stage) for stage in self.stages]
         return saved
@@ -514,14 +514,17 @@ def _mark(saved: Mapping[object, object]) -> LedgerMark | None:
 
 
 def _gone(saved: Mapping[str, Any]) -> tuple[TakenOut, ...]:
-    stored = saved.get("taken_out", [])
+    stored, names = saved.get("taken_out", []), TakenOut.__struct_fields__
     try:
-        rows = msgspec.convert(_plain(stored), complete(tuple[tuple[str, Unsigned, Unsigned], ...]))
+        rows = [
+            msgspec.convert(dict(zip(names, row, strict=False)), complete(TakenOut))
+            for row in msgspec.convert(_plain(stored), complete(tuple[list[str | int | None], ...]))
+        ]
     except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"this state is damaged: its taken_out is {stored!r:.160}", key="taken_out"
         ) from error
-    return tuple(TakenOut(*row) for row in rows)
+    return tuple(rows)
 
 
 def _stages(saved: Mapping[object, object], epoch: int) -> tuple[Stage, ...]:

@@ -208,12 +208,25 @@ class Tombstone(Struct, frozen=True, order=True):
 
 class TakenOut(Struct, frozen=True):
     """A row or a shard that a loader removed at this place of its run, which has no coordinator:
-    SHARD:ROW or SHARD, in a mixture after SOURCE:. Once the job is open, SHARD is a url.
+    SHARD:ROW or SHARD, in a mixture after SOURCE:. Once the job is open, SHARD is a url, and
+    `shard` its number in the dataset.
     """
 
     name: str
     epoch: Unsigned
     cursor: Unsigned
+    shard: Unsigned | None = None
+
+    @property
+    def numbered(self) -> TakenOut:
+        """Return the same with the shard's number instead of its url."""
+        before, mark, path = self.name.partition("://")
+        if not mark or self.shard is None:
+            return self
+        source, colon, _ = before.rpartition(":")
+        _, _, row = path.rpartition(":")
+        end = f":{row}" if row.isdecimal() else ""
+        return structs.replace(self, name=f"{source}{colon}{self.shard}{end}")
 
 
 class TakenDocument(Struct, frozen=True, order=True):

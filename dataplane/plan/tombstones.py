@@ -214,13 +214,13 @@ def own_entries(
 
     Raises:  ConfigError: a name names no row or shard, or a row of a view.
     """
-    known, places = [], dict[tuple[int, int], list[Tombstone]]()
+    known, places = [], dict[tuple[int, int], set[Tombstone]]()
     for taken in gone:
         named = _named(taken.name, spec, manifests)
         if named is not None:
             name, tombstone = named
-            known.append(TakenOut(name, taken.epoch, taken.cursor))
-            places.setdefault((taken.epoch, taken.cursor), []).append(tombstone)
+            known.append(TakenOut(name, taken.epoch, taken.cursor, tombstone.shard))
+            places.setdefault((taken.epoch, taken.cursor), set()).add(tombstone)
     entries = list(before)
     for place, rows in places.items():
         seq, previous = (entries[-1].seq + 1, entries[-1].hash) if entries else (1, "")

@@ -74,6 +74,7 @@ def resumed(
         return follows(state, session.job)
     session.settle()
     was_moved = state.check(session.job, dataset_moved=dataset_moved)
+    _take_out_again(state, session)
     if session.request.topology.rank == 0:
         _warn(state, session, was_moved=was_moved)
     state = state.normalised(session.job.spec, session.changes.gaps(state.epoch))
@@ -83,6 +84,18 @@ def resumed(
     if state.mix is not None and state.asked_weights != session.job.spec.asked_weights:
         session.mix = changed(session, state.epoch, state.cursor, ()).mix
     return state, ""
+
+
+def _take_out_again(state: RunState, session: Session) -> None:
+    """Take out what the state's run took out of shards that have other urls now."""
+    if len(session.job.gone) == len(state.gone):
+        return
+    known = {structs.replace(row, shard=None) for row in session.job.gone}
+    session.take_out(
+        tuple(
+            row if structs.replace(row, shard=None) in known else row.numbered for row in state.gone
+        )
+    )
 
 
 def turned(session: Session, before: RowsDigest, epoch: int, *, lists: bool) -> RowsDigest:

@@ -443,6 +443,34 @@ def test_rows_and_shards_are_taken_out_without_a_service(
     assert run(["ledger", "verify", str(tmp_path / "ledger")]) == 0
 
 
+def test_what_was_taken_out_stays_out_wherever_the_shards_are(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    with ranks(some(folder, 0, 1, 2)) as loaders:
+        read(loaders, 1)
+        for _ in range(2):  # the second time changes nothing
+            loaders[0].tombstone("s1.parquet", "0:7", "s0.parquet:7")
+        state = json.loads(json.dumps(loaders[0].state_dict()))
+        expected = read(loaders)
+    assert not {*itertools.chain(*expected)} & {7, *range(ROWS, 2 * ROWS)}
+    with ranks(some(tmp_path, 0, 1, 2), 2, state) as loaders:
+        assert read(loaders) == expected
+        taken = loaders[0].state_dict()["taken_out"]
+    assert {row[0] for row in taken} == {
+        f"file://{tmp_path}/s1.parquet",
+        f"file://{tmp_path}/s0.parquet:7",
+    }
+    with ranks(some(folder, 2, 3)) as (loader,):
+        assert "6 of the 6 rows and shards" in loader.load_state_dict(state, "restart")
+
+
+def test_a_shard_that_a_former_recipe_takes_out_is_no_other_in_the_next_one(folder: Path) -> None:
+    state, shards = state_after(some(folder, 0, 1), 1), some(folder, 2, 3)
+    with ranks(shards, 1, state, "finish", some(folder, 0, 1)) as loaders:
+        loaders[0].tombstone("0", "s1.parquet:3")
+        read(loaders)
+        assert sorted(itertools.chain(*read(loaders))) == list(range(2 * ROWS, 4 * ROWS))
+
+
 def test_a_run_returns_to_its_epoch_of_what_was_unread(folder: Path) -> None:
     shards, options = some(folder, 0, 1), {**OPTIONS, "name": "stages", "seed": 4}
     state = state_after(shards, 2)
