@@ -264,3 +264,19 @@ def repeats_but_3(columns: Columns) -> dict[str, Any]:
     if 3 in columns["id"].to_pylist():
         raise ValueError("not 3")
     return repeats(columns)
+
+
+def doubles_even_dozens(columns: Columns) -> dict[str, Any]:
+    """Repeat the rows of every second dozen."""
+    return _doubles(columns, 0)
+
+
+def doubles_odd_dozens(columns: Columns) -> dict[str, Any]:
+    """Repeat the other rows: as many of all together, and not of each dozen."""
+    return _doubles(columns, 1)
+
+
+def _doubles(columns: Columns, parity: int) -> dict[str, Any]:
+    ids = columns["id"].to_pylist()
+    times = pa.array([1 + (row // 12 % 2 == parity) for row in ids])
+    return repeats({**columns, "times": times})

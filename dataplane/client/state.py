@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct, field, structs
 
 from dataplane.base.units import whole
-from dataplane.model.changes import NO_GAPS, EpochSteps, Gaps, TakenOut
+from dataplane.model.changes import NO_GAPS, EpochSteps, Gaps, TakenOut, resizes
 from dataplane.model.config import ORDER_VERSION, Fact, JobSpec, Stage, sparse, text_of
 from dataplane.model.errors import ConfigError, SpecMismatch, VersionMismatch
 from dataplane.model.ledger import PLACE_MAX, LedgerMark
@@ -155,6 +155,7 @@ _ROWS = _SHARES | {"where", "limit", "pack"}
 _ABOUT_ROWS = _ROWS | {"dataset"}
 _SHOWN_LENGTH_MAX = 400
 _ENTRIES_SHOWN = 20
+_BY_MAP = ", or the module of map= was changed"
 _OLD_SHARDS = (
     "give the loader the shards that the dataset had when the state was saved, such as a list of "
     "their urls"
@@ -311,7 +312,8 @@ class RunState(Struct, frozen=True):
         Raises:  SpecMismatch: the job would read other samples, or in another order or form; names
         each option that differs, with both values.
         """
-        if self.spec_digest == job.digest and self._has_as_many(job):
+        is_same = self.dataset == job.dataset or not resizes(job.spec)
+        if self.spec_digest == job.digest and self._has_as_many(job) and is_same:
             return False
         problems = self.problems(job, dataset_moved=dataset_moved)
         if problems:
@@ -344,12 +346,14 @@ class RunState(Struct, frozen=True):
         return is_reduced or self.mix is not None or self.sample_count == job.sample_count
 
     def _dataset_problems(self, job: JobOpened, dataset_moved: bool) -> Iterator[_Problem]:
+        by_map = _BY_MAP if resizes(job.spec) else ""
         if not self._has_as_many(job):
             counts = str(self.sample_count), str(job.sample_count)
             yield _Problem(
                 "dataset",
                 *counts,
-                f"the dataset had {counts[0]} samples and now has {counts[1]}",
+                f"the dataset had {counts[0]} samples and now has {counts[1]}"
+                + (f": its shards were changed{by_map}" if by_map else ""),
                 _OLD_SHARDS,
             )
         elif self.dataset.content == job.dataset.content:
@@ -360,10 +364,10 @@ class RunState(Struct, frozen=True):
                 self.dataset.layout,
                 job.dataset.layout,
                 "the dataset is a different one: it has as many samples, but other shards (their "
-                "names below their common folder, their order, sizes, blocks, or schema)"
+                "names below their common folder, their order, sizes, blocks, or schema)" + by_map
                 if self.mix is None
                 else "a source of the mixture is a different one: it has other shards (their names "
-                "below their common folder, their order, sizes, blocks, or schema)",
+                "below their common folder, their order, sizes, blocks, or schema)" + by_map,
                 _OLD_SHARDS,
             )
         elif not dataset_moved:

@@ -26,6 +26,7 @@ from dataplane.commands.options import (
     view_options,
     workers_option,
 )
+from dataplane.model.changes import resizes
 from dataplane.model.config import JobSpec, Stage
 from dataplane.model.errors import ConfigError, DatasetChangedError, PeerLost
 from dataplane.model.ledger import MARK, PLACE_MAX, Ledger, SourceUrls
@@ -363,11 +364,15 @@ def of_ledger(settings: Settings, options: Mapping[str, Any], ledger: Ledger) ->
     for place, (_, view) in zip(places, known, strict=True):
         form = options["format_name"] or place.format
         whole.append(_opened(settings, options, place.urls, form, rows_only(view)))
-    _check(whole, [fingerprint for fingerprint, _ in known], ledger, options)
+    fingerprints = [fingerprint for fingerprint, _ in known]
+    if not resizes(ledger.spec):
+        _check(whole, fingerprints, ledger, options)
     sources = [
         _source(settings, ledger.spec, place.name, manifest, view)
         for place, manifest, (_, view) in zip(places, whole, known, strict=True)
     ]
+    if resizes(ledger.spec):  # the map decides how many samples there are
+        _check([source.manifest for source in sources], fingerprints, ledger, options)
     dp_size = options["dp_size"] or ledger.dp_size
     reached = ledger.epoch, ledger.cursor
     at_stage = _stages(settings, options) if ledger.spec.stages else None
@@ -499,13 +504,13 @@ def _check(
     options: Mapping[str, Any],
 ) -> None:
     """Check that these are the datasets of the job, possibly at other urls."""
-    from dataplane.plan.views import identity_of, mixed_identity
+    from dataplane.plan.views import identity_of_job
 
-    if [manifest.fingerprint for manifest in manifests] == list(fingerprints):
-        return
-    identities = [identity_of(manifest.whole or manifest) for manifest in manifests]
     known = ledger.dataset
-    opened = identities[0] if ledger.spec.mixture is None else mixed_identity(identities)
+    has_made = known is not None and resizes(ledger.spec)
+    if [manifest.fingerprint for manifest in manifests] == list(fingerprints) and not has_made:
+        return
+    opened = identity_of_job(manifests, is_mixture=ledger.spec.mixture is not None)
     if known is not None and opened.content == known.content:
         return
     samples = sum(manifest.sample_count for manifest in manifests)
@@ -521,15 +526,17 @@ def _check(
     if ledger.spec.mixture is not None:
         pairs = zip(ledger.spec.mixture.sources, manifests, strict=True)
         names = [
-            source.name for source, manifest in pairs if source.fingerprint != manifest.fingerprint
+            source.name
+            for source, manifest in pairs
+            if source.view.resizes or source.fingerprint != manifest.fingerprint
         ]
         raise DatasetChangedError(
             f"these are not the datasets of job {ledger.job_id!r}: {', '.join(names)} may have "
             "other shards, sizes or blocks. Pass the url of the job's dataset with --data NAME=URL"
         )
     raise DatasetChangedError(
-        f"this is not the dataset of job {ledger.job_id!r}: its shards, sizes or blocks differ. "
-        "Pass the url of the job's dataset with --data URL",
+        f"this is not the dataset of job {ledger.job_id!r}: its shards, sizes or blocks differ, or "
+        "what its map makes of them. Pass the url of the job's dataset with --data URL",
         expected=f"{ledger.sample_count:,} samples",
         found=f"{samples:,} samples",
     )

@@ -309,6 +309,13 @@ def dataset_of(spec: JobSpec, identity: DatasetIdentity | None) -> DatasetIdenti
     return identity or DatasetIdentity(spec.fingerprint, spec.fingerprint)
 
 
+def resizes(spec: JobSpec) -> bool:
+    """Whether a map decides how many samples a dataset of this job has."""
+    if spec.mixture is None:
+        return spec.view.resizes
+    return any(source.view.resizes for source in spec.mixture.sources)
+
+
 def rows_layout(spec: JobSpec, dataset: DatasetIdentity) -> str:
     """Return a name for the numbering of rows that tombstones refer to. It covers the layout of the
     dataset, the names of sources, and their views. If a view has a condition, it also covers the

@@ -20,7 +20,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from dataplane.index.viewing import canonical_view, said_of_folders, with_view
-from dataplane.model.changes import changes_of
+from dataplane.model.changes import changes_of, resizes
 from dataplane.model.config import JobSpec, NodeConfig
 from dataplane.model.errors import ConfigError, DataplaneError, SpecMismatch, rebuild
 from dataplane.model.records import ColumnSpec, DatasetIdentity, MixUnit, View
@@ -49,7 +49,7 @@ from dataplane.plan.packed_blocks import with_counts
 from dataplane.plan.packs import Packing
 from dataplane.plan.shards import ShardTable
 from dataplane.plan.stages import SourceRead, former_of, with_left
-from dataplane.plan.views import identity_of, mixed_identity, rows_only, samples_of
+from dataplane.plan.views import identity_of_samples, mixed_identity, rows_only, samples_of
 from dataplane.rpc import messages
 from dataplane.rpc.bounds import check_name
 from dataplane.scheduler import budgets
@@ -519,8 +519,7 @@ def _naming(source: messages.SourceAsked) -> Iterator[None]:
 def _opened(rows: Manifest, view: View, packed: PackedManifest) -> Opened:
     manifest = packed.manifest
     sizes = BlockSizes.of(manifest.block_rows, manifest.block_decoded)
-    identity = identity_of(manifest.whole or manifest)
-    stored_bytes = int(manifest.block_length.sum())
+    identity, stored_bytes = identity_of_samples(manifest), int(manifest.block_length.sum())
     return Opened(rows, view, packed, identity, sizes, stored_bytes, said_of_folders(rows))
 
 
@@ -576,9 +575,10 @@ def _settled(spec: JobSpec, identity: DatasetIdentity) -> JobSpec:
         return spec
     *others, last = spec.stages
     before = replace(spec, stages=tuple(others))
-    is_same = last.spec is not None and last.spec.facts() == before.facts()
-    is_same = is_same and last.dataset.content == identity.content
-    return before if is_same or before.digest() == last.digest else spec
+    has_same = last.dataset.content == identity.content
+    is_same = has_same and last.spec is not None and last.spec.facts() == before.facts()
+    is_same |= before.digest() == last.digest and (has_same or not resizes(spec))
+    return before if is_same else spec
 
 
 def software_of(job: OpenedJob, pixels: str) -> str:

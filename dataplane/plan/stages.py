@@ -19,7 +19,7 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from dataplane.model.changes import first_counted
+from dataplane.model.changes import first_counted, resizes
 from dataplane.model.config import JobSpec, SourceSpec, Stage
 from dataplane.model.errors import ConfigError
 from dataplane.model.records import View
@@ -31,7 +31,7 @@ from dataplane.plan.orders import ReducedOrder, job_order
 from dataplane.plan.permute import Words
 from dataplane.plan.shards import starts_of
 from dataplane.plan.texts import Bools, Int64
-from dataplane.plan.views import has_shares, joined_hash, shard_words
+from dataplane.plan.views import has_shares, identity_of_job, joined_hash, shard_words
 
 Viewed = Callable[[Manifest, View, int], Manifest]
 """Opens a view of a whole dataset for a job with this seed: its samples, which may be packs."""
@@ -413,6 +413,7 @@ def former_job(
         for manifests in _candidates(stage, spec, sources, viewed):
             filled = _filled(spec, manifests, stage.digest)
             if filled is not None:
+                _check_made(stage, spec, manifests)
                 return filled, manifests
     raise ConfigError(
         f"the shards that this run read until epoch {stage.epoch} are not all in this dataset, or "
@@ -421,6 +422,20 @@ def former_job(
         'pass change="restart", which needs none of them',
         field="change",
     )
+
+
+def _check_made(stage: Stage, spec: JobSpec, manifests: Sequence[Manifest]) -> None:
+    """Check that maps that resize make as many rows of each block as they did for this stage.
+
+    Raises:  ConfigError: they do not.
+    """
+    is_mixture = spec.mixture is not None
+    if resizes(spec) and identity_of_job(manifests, is_mixture=is_mixture) != stage.dataset:
+        raise ConfigError(
+            f"map= makes other rows than it did until epoch {stage.epoch}, so what this run "
+            'delivered cannot be computed: restore its module, or pass change="restart"',
+            field="change",
+        )
 
 
 def _candidates(

@@ -33,6 +33,12 @@ from dataplane.plan.texts import Bools, Int64, Piece, Texts, records
 # folder, so that a dataset keeps its identity in another bucket or folder.
 
 
+def identity_of_job(manifests: Sequence[Manifest], *, is_mixture: bool) -> DatasetIdentity:
+    """Return the identity of a job's datasets, from the manifests of its samples."""
+    identities = [identity_of_samples(manifest) for manifest in manifests]
+    return mixed_identity(identities) if is_mixture else identities[0]
+
+
 def mixed_identity(identities: Sequence[DatasetIdentity]) -> DatasetIdentity:
     """Return the identity of several datasets, in this order."""
     return DatasetIdentity(
@@ -74,6 +80,23 @@ def identity_of(manifest: Manifest) -> DatasetIdentity:
         layout.update(numbers.astype("<i8", copy=False).data)
     etags.update(layout.digest())
     return DatasetIdentity(content=etags.hexdigest(), layout=layout.hexdigest())
+
+
+def identity_of_samples(manifest: Manifest) -> DatasetIdentity:
+    """Return the identity of the dataset whose samples these are. If a map that resizes has made
+    them, it covers how many it has made of each block: if the map is changed, a position in the
+    epoch is another sample.
+    """
+    identity = identity_of(manifest.whole or manifest)
+    if manifest.given is None:
+        return identity
+    made = _hash()
+    for numbers in (manifest.kept, manifest.block_rows):
+        made.update(np.asarray(numbers, "<i8").data)
+    return DatasetIdentity(
+        joined_hash((identity.content, made.hexdigest())),
+        joined_hash((identity.layout, made.hexdigest())),
+    )
 
 
 def _note_joined(shards: ShardTable, layout: hashlib.blake2b, etags: hashlib.blake2b) -> None:

@@ -19,7 +19,7 @@ from dataplane_torch import DataLoader, Mixture, Pack, Source
 from plan.plain import substitute
 
 from dataplane.cli import run
-from dataplane.model.errors import ConfigError, FunctionError
+from dataplane.model.errors import ConfigError, FunctionError, SpecMismatch
 from dataplane.worker.functions import block_generator
 
 pytestmark = pytest.mark.usefixtures("shared_node")
@@ -253,3 +253,35 @@ def test_a_row_at_which_the_map_fails_is_replaced_before_its_rows_are_counted(
     ids = [instead if row == 3 else row for row in range(GROUP)]
     expected = [(row, copy) for row, count in zip(ids, times, strict=True) for copy in range(count)]
     assert [*itertools.chain(*found)][: len(expected)] == expected
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_a_state_is_refused_if_a_changed_map_makes_as_many_rows_of_other_blocks(
+    tmp_path: Path, mixes: bool
+) -> None:
+    stored, _ = written(tmp_path)
+    dozens = user_functions.doubles_even_dozens, user_functions.doubles_odd_dozens
+
+    def opened(function: Any, **given: Any) -> DataLoader:
+        url: Any = stored
+        if mixes:
+            url = Mixture({"a": Source(stored, weight=1, map=function, resizes=True)})
+            return DataLoader(url, 12, seed=3, **given)
+        return DataLoader(url, 12, seed=3, map=function, resizes=True, **given)
+
+    states = []
+    for function in dozens:
+        with opened(function) as loader:
+            next(iter(loader))
+            states.append(loader.state_dict())
+    changed = {**states[1], "dataset": states[0]["dataset"]}  # as if the file had been edited
+    with opened(dozens[1]) as loader:
+        with pytest.raises(SpecMismatch, match="or the module of map= was changed"):
+            loader.load_state_dict(changed)
+        loader.load_state_dict(states[1])
+        next(iter(loader))
+    with opened(dozens[1], shuffle=True) as loader:
+        with pytest.raises(ConfigError, match="map= makes other rows than it did"):
+            loader.load_state_dict(changed, change="unread")
+        loader.load_state_dict(changed, change="restart")
+        assert len([*loader]) == len(loader)
