@@ -111,6 +111,7 @@ def loaded(argument: str, name: str) -> UserFunction:
                 f"{argument}={name!r} cannot be called: it is {_shown(call)}", field=argument
             )
         reads, takes_generator = _reads(call, argument, name), _takes_generator(call)
+        _check_arguments(call, argument, name, takes_generator=takes_generator)
         return UserFunction(name, call, takes_generator, reads, _code(content, call))
     except ConfigError:
         raise
@@ -168,6 +169,27 @@ def _takes_generator(call: Callable[..., Any]) -> bool:
         return GENERATOR in inspect.signature(call).parameters
     except (TypeError, ValueError):  # a function in C without a signature
         return False
+
+
+def _check_arguments(
+    call: Callable[..., Any], argument: str, name: str, *, takes_generator: bool
+) -> None:
+    """Check that a function can be called with the arguments that functions get.
+
+    Raises:  ConfigError: it needs others.
+    """
+    try:
+        signature = inspect.signature(call)
+    except (TypeError, ValueError):  # a function in C without a signature
+        return
+    try:
+        signature.bind({}, **({GENERATOR: None} if takes_generator else {}))
+    except TypeError as error:
+        raise ConfigError(
+            f"{argument}={name!r} takes other arguments than a function gets ({error}): columns, "
+            f"and, if it wants random numbers, a second argument with the name {GENERATOR!r}",
+            field=argument,
+        ) from error
 
 
 @functools.cache

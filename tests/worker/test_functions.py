@@ -355,6 +355,21 @@ def test_what_cannot_be_imported_is_told(name: str, why: str) -> None:
     assert why in str(caught.value)
 
 
+def test_a_function_that_needs_other_arguments_is_told_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"needs_{tmp_path.name}".replace("-", "_")
+    heads = {"other": "columns, rng", "more": "columns, generator, x", "fits": "c, generator, x=1"}
+    lines = (f"def {path}({head}):\n    return columns\n" for path, head in heads.items())
+    (tmp_path / f"{name}.py").write_text("".join(lines))
+    monkeypatch.syspath_prepend(tmp_path)
+    for path, lacks in (("other", "rng"), ("more", "x")):
+        why = f"argument: '{lacks}'.*: columns, and, .* with the name 'generator'"
+        with pytest.raises(ConfigError, match=why):
+            loaded("map", f"{name}:{path}")
+    assert loaded("map", f"{name}:fits").takes_generator
+
+
 def test_what_a_map_makes_travels_in_the_schema_of_the_shards() -> None:
     made = MappedColumns(
         pa.schema([("x", pa.list_(pa.int64()))]), ("row",), 40, takes_generator=True, code="ab"
