@@ -495,8 +495,7 @@ def _tar(table: pa.Table, url: str) -> bytes:
     if KEY in table.column_names:
         has_images = not {IMAGE, "jpg"}.isdisjoint(names)
         keys = _tar_keys(table.column(KEY).to_pylist(), has_images=has_images)
-    images = {suffix[1:] for suffix in BY_FORMAT[FILES]}.intersection(names)
-    images = images if len(images) == 1 else set()
+    fields = {name: tar.fields_of(table.schema.field(name)) for name in names}
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w") as archive:
         for key, row in zip(keys, table.select(names).to_pylist(), strict=True):
@@ -509,8 +508,7 @@ def _tar(table: pa.Table, url: str) -> bytes:
                 )
             for name, value in values.items():
                 body = _as_file(name, value)
-                kind = tar.extension_of(body) if name in images else ""
-                member = tarfile.TarInfo(f"{key}.{kind or name}")
+                member = tarfile.TarInfo(f"{key}.{tar.field_of(body, fields[name])}")
                 member.size = len(body)
                 archive.addfile(member, io.BytesIO(body))
     return content.getvalue()
@@ -519,11 +517,19 @@ def _tar(table: pa.Table, url: str) -> bytes:
 def _as_members(table: pa.Table, categories: Mapping[str, pa.Array]) -> pa.Table:
     """Name images, and number the labels that folders have, as other readers of tars expect it."""
     names = table.column_names
-    if IMAGE in names and pa.types.is_binary(table.schema.field(IMAGE).type) and "jpg" not in names:
+    suffixes = [suffix[1:] for suffix in BY_FORMAT[FILES]]
+    at = table.schema.get_field_index(IMAGE)
+    if at >= 0 and pa.types.is_binary(table.field(at).type) and "jpg" not in names:
+        fields = {"jpg": ("jpg",) if {*suffixes}.intersection(names) else suffixes}
         table = table.rename_columns(["jpg" if name == IMAGE else name for name in names])
+        table = table.cast(tar.with_fields(table.schema, fields))
     if LABEL in names and LABEL in categories and "cls" not in names:
-        values = categories[LABEL].cast(table.schema.field(LABEL).type)
-        table = table.append_column("cls", pc.index_in(table.column(LABEL), values))
+        labels = table.column(LABEL)  # a map may have made them
+        if pa.types.is_dictionary(labels.type):
+            labels = labels.cast(labels.type.value_type)
+        if pa.types.is_string(labels.type) or pa.types.is_large_string(labels.type):
+            values = categories[LABEL].cast(labels.type)
+            table = table.append_column("cls", pc.index_in(labels, values))
     return table
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 Columns = dict[str, pa.Array]
 
@@ -280,3 +281,8 @@ def _doubles(columns: Columns, parity: int) -> dict[str, Any]:
     ids = columns["id"].to_pylist()
     times = pa.array([1 + (row // 12 % 2 == parity) for row in ids])
     return repeats({**columns, "times": times})
+
+
+def labels_by_length(columns: Columns) -> Columns:
+    """Replace labels by numbers."""
+    return {**columns, "label": pc.utf8_length(columns["label"])}

@@ -65,7 +65,7 @@ _KINDS: Mapping[str, str] = {
     **dict.fromkeys(("ppm", "pgm", "pbm", "pnm"), "pnm"),
     **{name: name for name in ("png", "webp", "avif", "gif", "bmp", "jp2")},
 }
-_MARKS = {"jpg": b"\xff\xd8", "png": b"\x89PNG"}
+_MARKS = {"jpeg": b"\xff\xd8", "png": b"\x89PNG"}
 
 
 class Sample(Struct, frozen=True):
@@ -204,11 +204,18 @@ def image_groups(fields: Iterable[str]) -> list[list[str]]:
     return [group for group in groups.values() if len(group) > 1]
 
 
-def extension_of(image: bytes) -> str:
-    """Return the extension of an encoded image; "" for one of another kind."""
-    if image[:4] == b"RIFF" and image[8:12] == b"WEBP":
-        return "webp"
-    return next((name for name, mark in _MARKS.items() if image.startswith(mark)), "")
+def fields_of(column: pa.Field) -> list[str]:
+    """Return the fields of which a column consists; its own name comes first."""
+    noted = json.loads((column.metadata or {}).get(EXTENSIONS, b"[]"))
+    return [column.name, *(field for field in noted if field != column.name)]
+
+
+def field_of(content: bytes, fields: Sequence[str]) -> str:
+    """Return the first of a column's fields that is for images of this kind, else its name."""
+    is_webp = content[:4] == b"RIFF" and content[8:12] == b"WEBP"
+    kind = next((kind for kind, mark in _MARKS.items() if content.startswith(mark)), "")
+    kind = "webp" if is_webp else kind
+    return next((field for field in fields if kind and _image_kind(field)[1] == kind), fields[0])
 
 
 def _image_kind(field: str) -> tuple[str, str]:

@@ -18,7 +18,7 @@ import pytest
 from fleet import wait_until
 from msgspec import structs
 from servers import S3Server, reach
-from shards import parquet_bytes
+from shards import parquet_bytes, tar_bytes
 
 from dataplane.cli import run
 from dataplane.commands.datasets import read_block, schema_of
@@ -131,6 +131,18 @@ def test_a_pack_of_a_folder_of_images_has_its_rows(tmp_path: Path, format_name: 
         }
     assert len(got) == 4
     assert got == expected
+
+
+def test_a_tar_keeps_the_names_of_columns_and_takes_labels_that_a_map_makes(tmp_path: Path) -> None:
+    (tmp_path / "s").mkdir()
+    members = {"0.jpeg": b"\x89PNG 0", "1.jpeg": b"\xff\xd8 1"}
+    (tmp_path / "s" / "a.tar").write_bytes(tar_bytes(members.items()))
+    expected = [{"__key__": n[0], "jpeg": content} for n, content in members.items()]
+    assert rows_of(packed(tmp_path / "s", tmp_path / "d", format_name="tar")[0]) == expected
+    folder = images(tmp_path / "i", "b/0.jpg", "car/0.png")
+    given = {"format_name": "tar", "map_name": "user_functions:labels_by_length"}
+    got = rows_of(packed(folder, tmp_path / "e", **given)[0])
+    assert [row["label"] for row in got] == [b"1", b"3"]
 
 
 NO_TARS = {
