@@ -49,7 +49,7 @@ from dataplane.plan.views import filters
 from dataplane.rpc.messages import DatasetSource
 from dataplane.store.connect import OBSTORE_SCHEMES, Stores
 from dataplane.store.expand import Connect
-from dataplane.store.urls import local_path, normalise, scheme_of
+from dataplane.store.urls import is_hidden, local_path, normalise, scheme_of
 from dataplane.transforms.functions import function_name
 from dataplane.transforms.row_filter import BlockRows, RowFilter, reads_columns
 from dataplane.worker.functions import CalledAt, UserFunction, loaded, mapped_block
@@ -142,8 +142,23 @@ def pack_shards(
     job = _job(
         whole, dest, config, format_name, view, tuple(columns), map_name, shard_bytes or SHARD_BYTES
     )
+    _check_apart(urls, job.dest)
     with _alone(job):
         return _packed(job, config, run or in_processes(1), progress or (lambda *_: None))
+
+
+def _check_apart(urls: Sequence[str], dest: str) -> None:
+    """Refuse a destination whose shards the source's urls name, too.
+
+    Raises:  ConfigError.
+    """
+    for url in urls:
+        folder, is_deep, _ = normalise(url).partition("**")
+        folder = folder if is_deep else folder.rstrip("/") + "/"
+        below = dest.removeprefix(folder)
+        if below != dest and not is_hidden(f"{below}part"):
+            twice = f"{dest} is a part of the source {url}, which would then have each row twice"
+            raise ConfigError(f"{twice}: pass a folder beside it", field="dest")
 
 
 @contextlib.contextmanager
@@ -517,9 +532,8 @@ def _tar(table: pa.Table, url: str) -> bytes:
 def _as_members(table: pa.Table, categories: Mapping[str, pa.Array]) -> pa.Table:
     """Name images, and number the labels that folders have, as other readers of tars expect it."""
     names = table.column_names
-    suffixes = [suffix[1:] for suffix in BY_FORMAT[FILES]]
-    at = table.schema.get_field_index(IMAGE)
-    if at >= 0 and pa.types.is_binary(table.field(at).type) and "jpg" not in names:
+    if IMAGE in names and pa.types.is_binary(table.field(IMAGE).type) and "jpg" not in names:
+        suffixes = [suffix[1:] for suffix in BY_FORMAT[FILES]]
         fields = {"jpg": ("jpg",) if {*suffixes}.intersection(names) else suffixes}
         table = table.rename_columns(["jpg" if name == IMAGE else name for name in names])
         table = table.cast(tar.with_fields(table.schema, fields))

@@ -234,6 +234,10 @@ def test_a_pack_goes_on_where_it_was_stopped_and_touches_no_other_files(
     assert packed(source, dest, run=stopping) == (manifest, parts)
     with pytest.raises(ConfigError, match=r"other objects, such as part=0/a\.parquet"):
         packed(dest, source)
+    for urls in (source, source / "**"):
+        with pytest.raises(ConfigError, match="is a part of the source"):
+            packed(urls, source / "packed")
+    assert not (source / "packed").exists()
     with pytest.raises(ConfigError, match="format 'jsonl' cannot be written"):
         packed(source, tmp_path / "e", format_name="jsonl")
     with pytest.raises(ConfigError, match="no column 'x'"):
