@@ -35,7 +35,7 @@ from dataplane.base.machine import set_process
 from dataplane.base.suffixes import BY_FORMAT, FILES
 from dataplane.formats import folders, registry, tar
 from dataplane.formats.base import RawBlock
-from dataplane.formats.unsupported import refuse_differing, supported_names
+from dataplane.formats.unsupported import refuse_differing, refuse_unknown, supported_names
 from dataplane.index.indexing import open_manifest
 from dataplane.index.journal import publish
 from dataplane.index.viewing import canonical_view, viewed, with_view
@@ -244,6 +244,7 @@ def _job(
     folder = normalise(dest).rstrip("/") + "/"
     if scheme_of(folder) not in {"file", *OBSTORE_SCHEMES} - {"http", "https"}:
         raise ConfigError(f"{dest}: pass a local folder, or one of a bucket", field="dest")
+    columns = tuple(dict.fromkeys(columns))
     view, name = canonical_view(view), function_name(map_name or None, "map")
     rows = viewed(whole, view, _STORES.connect, config)
     if filters(view):
@@ -254,10 +255,7 @@ def _job(
     read, code = columns or tuple(supported_names(schema)), ""
     if name:
         code, read = _function(name).code, _function(name).reads or tuple(supported_names(schema))
-    unknown = next((column for column in read if column not in schema.names), None)
-    if unknown is not None:
-        have = ", ".join(schema.names)
-        raise ConfigError(f"there is no column {unknown!r}; there are {have}", field=unknown)
+    refuse_unknown(schema.names, read)
     refuse_differing(schema, read, whole.shards.urls.__getitem__)
     starts = _starts(rows.block_decoded.tolist(), shard_bytes)
     facts = (whole.fingerprint, repr(view), columns, name, code, format_name, starts)
@@ -410,6 +408,7 @@ class _Source:
         if self._function is None:
             return self._read(block)
         made = self._mapped(block)
+        refuse_unknown(made.schema.names, self._job.columns)
         return made.select(list(self._job.columns)) if self._job.columns else made
 
     def _read(self, block: int) -> pa.RecordBatch:
@@ -451,9 +450,8 @@ def raw_block(manifest: Manifest, block: int, connect: Connect, rows: int) -> Ra
     place = Region(int(manifest.block_offset[block]), int(manifest.block_length[block]))
 
     def read(region: Region) -> memoryview:
-        if not region.length:
-            return memoryview(b"")
-        return memoryview(store.read(shard.url, region.offset, region.length, shard.etag))
+        place = (region.offset, region.length, shard.etag)
+        return memoryview(store.read(shard.url, *place) if region.length else b"")
 
     return RawBlock(
         url=shard.url,

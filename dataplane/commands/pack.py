@@ -85,7 +85,7 @@ def pack(
             config,
             format_name=format_name,
             view=view,
-            columns=tuple(columns.split(",")) if columns else (),
+            columns=[name for part in (columns or "").split(",") if (name := part.strip())],
             map_name=map_name,
             run=in_processes(count),
             progress=lambda done, total: bar.update(

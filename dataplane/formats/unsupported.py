@@ -9,7 +9,7 @@ number, not by url, so that copies of a dataset have the same schema.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 import pyarrow as pa
@@ -82,6 +82,17 @@ def mismatch_of(
         expected=expected,
         found=second_type,
     )
+
+
+def refuse_unknown(names: Sequence[str], columns: Iterable[str]) -> None:
+    """Refuse columns that have none of these names.
+
+    Raises:  ConfigError: names the first of them.
+    """
+    unknown = next((column for column in columns if column not in names), None)
+    if unknown is not None:
+        have = ", ".join(names)
+        raise ConfigError(f"there is no column {unknown!r}; there are {have}", field=unknown)
 
 
 def refuse_differing(schema: pa.Schema, names: Sequence[str], url_of: Callable[[int], str]) -> None:

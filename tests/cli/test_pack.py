@@ -205,6 +205,10 @@ def test_a_pack_has_the_rows_and_columns_of_a_view_and_a_map(tmp_path: Path, sou
     given = {"map_name": "user_functions:doubles_ids", "columns": ["twice"]}
     manifest, _ = packed(source, tmp_path / "c", view=View(where="id > 200"), **given)
     assert rows_of(manifest) == [{"twice": 2 * row} for row in range(201, ROWS)]
+    with pytest.raises(ConfigError, match="no column 'nope'; there are"):
+        packed(source, tmp_path / "e", map_name="user_functions:doubles_ids", columns=["nope"])
+    manifest, _ = packed(source, tmp_path / "f", columns=["id", "id"])
+    assert rows_of(manifest) == [{"id": row} for row in range(ROWS)]
     with pytest.raises(FunctionError, match="user_functions:twice"):
         packed(source, tmp_path / "d", map_name="user_functions:twice")
 
