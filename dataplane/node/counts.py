@@ -224,8 +224,9 @@ def united(values: Mapping[str, Categories]) -> Categories:
     for name, column in itertools.product(others, values[first]):
         kinds = values[first][column].type, values[name][column].type
         if kinds[0] != kinds[1]:
+            words = ["text" if pa.types.is_large_binary(kind) else str(kind) for kind in kinds]
             raise ConfigError(
-                f"codes: column {column!r} is {kinds[0]} in source {first!r} and {kinds[1]} in "
+                f"codes: column {column!r} has {words[0]} in source {first!r} and {words[1]} in "
                 f"{name!r}: write it with one type, or leave it out of codes=[…]",
                 field="codes",
             )

@@ -12,7 +12,7 @@ import pytest
 
 from dataplane.model.errors import ConfigError, CorruptShard
 from dataplane.node import counts
-from dataplane.node.counts import CategoryReader, DistinctValues
+from dataplane.node.counts import CategoryReader, DistinctValues, united
 from dataplane.node.own_reads import Categories
 
 FOUND: Categories = {"kind": pa.array([1, 2])}
@@ -110,3 +110,9 @@ def test_an_abandoned_pass_is_closed_and_started_again(tmp_path: Path) -> None:
             await again
 
     asyncio.run(scenario())
+
+
+def test_sources_of_a_mixture_with_codes_of_several_kinds_are_told_apart_in_plain_words() -> None:
+    values = {"a": {"t": pa.array([b"x"], pa.large_binary())}, "b": {"t": pa.array([1])}}
+    with pytest.raises(ConfigError, match="'t' has text in source 'a' and int64 in 'b'"):
+        united(values)
