@@ -13,6 +13,8 @@ are left for the first epoch of the next stage. docs/order.md specifies which sa
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -22,7 +24,7 @@ from msgspec.structs import replace
 from dataplane.model.changes import first_counted, resizes
 from dataplane.model.config import JobSpec, SourceSpec, Stage
 from dataplane.model.errors import ConfigError
-from dataplane.model.records import View
+from dataplane.model.records import DatasetIdentity, View
 from dataplane.model.redact import unsigned
 from dataplane.plan.defaults import BlockSizes, Shuffle, shuffle_of, source_window
 from dataplane.plan.manifest import Left, Manifest
@@ -31,7 +33,14 @@ from dataplane.plan.orders import ReducedOrder, job_order
 from dataplane.plan.permute import Words
 from dataplane.plan.shards import starts_of
 from dataplane.plan.texts import Bools, Int64
-from dataplane.plan.views import has_shares, identity_of_job, joined_hash, shard_words
+from dataplane.plan.views import (
+    has_shares,
+    identity_of,
+    identity_of_job,
+    joined_hash,
+    mixed_identity,
+    shard_words,
+)
 
 Viewed = Callable[[Manifest, View, int], Manifest]
 """Opens a view of a whole dataset for a job with this seed: its samples, which may be packs."""
@@ -446,7 +455,10 @@ def _candidates(
         wholes = {source.name: source.whole for source in reversed(sources)}
         named = spec.mixture.sources
         if all(source.name in wholes for source in named):
-            yield [viewed(wholes[source.name], source.view, spec.seed) for source in named]
+            datasets = [wholes[source.name] for source in named]
+            for some in itertools.chain([datasets], _firsts(datasets, stage.dataset.content)):
+                pairs = zip(named, some, strict=True)
+                yield [viewed(whole, source.view, spec.seed) for source, whole in pairs]
         return
     for source in sources:
         whole = source.whole
@@ -465,6 +477,33 @@ def _candidates(
             is_other = not is_all and first.fingerprint == whole.fingerprint
             if not is_other and _filled(spec, [first], stage.digest) is not None:
                 yield [viewed(first, spec.view, spec.seed)]
+
+
+def _firsts(wholes: Sequence[Manifest], content: str) -> Iterator[list[Manifest]]:
+    """Yield the first shards of each of these datasets, if together they have this content."""
+
+    @functools.cache
+    def first(at: int, lost: int) -> tuple[Manifest, DatasetIdentity]:
+        part = wholes[at].first_shards(len(wholes[at].shards) - lost) if lost else wholes[at]
+        return part, identity_of(part)
+
+    sizes = [len(whole.shards) for whole in wholes]
+    most = [min(size - 1, _PREFIXES_MAX, max(8, _SHARDS_TRIED // size)) for size in sizes]
+    counts = itertools.chain.from_iterable(_sums(total, most) for total in range(1, sum(most) + 1))
+    for lost in itertools.islice(counts, _PREFIXES_MAX**2):
+        parts = [first(at, count) for at, count in enumerate(lost)]
+        if mixed_identity([identity for _, identity in parts]).content == content:
+            yield [part for part, _ in parts]
+
+
+def _sums(total: int, most: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield all numbers with this sum, of which each is at most that of `most`."""
+    if not most:
+        yield from [()] if total == 0 else []
+        return
+    for own in range(max(0, total - sum(most[1:])), min(total, most[0]) + 1):
+        for others in _sums(total - own, most[1:]):
+            yield own, *others
 
 
 def _filled(spec: JobSpec, manifests: Sequence[Manifest], digest: str) -> JobSpec | None:
