@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 from msgspec import structs
@@ -25,6 +25,7 @@ from dataplane.arena.memfd import Arena
 from dataplane.client.endpoint import Endpoint
 from dataplane.client.launch import BegunNode
 from dataplane.client.mount import Mount, NoDevice, Pinning, close_all
+from dataplane.client.stages import recipe_of
 from dataplane.client.state import RunState
 from dataplane.client.statistics import (
     NOT_YET,
@@ -39,6 +40,7 @@ from dataplane.client.waiting import Notice, Patience
 from dataplane.client.wire import NoAnswer, Wire
 from dataplane.model.changes import (
     MIX,
+    Ahead,
     Changes,
     MixAt,
     TakenOut,
@@ -94,9 +96,13 @@ class Session:
         self._mount: Mount | None = None
         self.following: OpenJob | None = None
         """The loader's own request, while a former stage is read to the end of its epoch."""
+        self.asked_weights = ""
+        """Those of the state of which a former stage is read to the end of its epoch."""
+        self._ahead: Ahead | None = None
         self._job: JobOpened | None = None
         self._state: tuple[JobOpened, RunState] | None = None
         self._mix: MixHistory | None = None
+        self._decide_mix: Callable[[JobOpened], MixHistory | None] | None = None
         self._mix_entries: dict[int, LedgerEntry] = {}
         self.mixes_asked: tuple[MixAt, ...] = ()
         """The known weights that people requested, in the order of their places. The tuple is
@@ -136,12 +142,18 @@ class Session:
         """The weights of a mixture: the weights of the job's spec, until others are set. None
         without a mixture.
         """
-        mixture = self.job.spec.mixture
+        job, mixture = self.job, self.job.spec.mixture
+        if self._decide_mix is not None:
+            self._mix, self._decide_mix = self._decide_mix(job), None
         return None if mixture is None else self._mix or mixture.history
 
     @mix.setter
     def mix(self, mix: MixHistory | None) -> None:
-        self._mix = mix
+        self._mix, self._decide_mix = mix, None
+
+    def decide_mix(self, decide: Callable[[JobOpened], MixHistory | None]) -> None:
+        """Have the weights decided when the job is open, which may wait for other ranks."""
+        self._decide_mix = decide
 
     @property
     def known_mix_entry(self) -> int:
@@ -165,13 +177,20 @@ class Session:
         if state is None or known is not job:
             state = RunState.of(job, 0, 0)
             self._state = job, state
+        if self.following is not None:
+            state = structs.replace(state, ahead=self._ahead, asked_weights=self.asked_weights)
         gaps = changes_of(job.entries).gaps(epoch)
         mark = state.mark
         if self.mixes_applied:
             last = LedgerMark.of(self._mix_entries[max(self.mixes_applied)])
             mark = last if mark is None or mark.seq < last.seq else mark
         return structs.replace(
-            state, epoch=epoch, cursor=cursor, sample_count=sample_count, mix=self.mix, mark=mark
+            state,
+            epoch=epoch,
+            cursor=cursor,
+            sample_count=sample_count,
+            mix=self.mix,
+            mark=mark,
         ).normalised(job.spec, gaps)
 
     def ledger(self, epoch: int, cursor: int) -> str:
@@ -313,7 +332,7 @@ class Session:
         spec = structs.replace(request.spec, stages=stages)
         self._change(structs.replace(request, spec=spec, epoch=epoch, finishes=finishes))
         if request.spec.stages != stages:
-            self._mix, self.mixes_asked = None, ()
+            self.mix, self.mixes_asked = None, ()
             self._mix_entries.clear()
 
     def return_to_own(self) -> None:
@@ -433,6 +452,8 @@ class Session:
         self._job = mount.job
         if mount.job.finishing is not None:
             former, self.following = mount.job.finishing.request, self.request
+            own, stage = mount.job.finishing, self.request.spec.stages[-1]
+            self._ahead = Ahead(recipe_of(own.spec, own.dataset), stage.before)
             self.request = structs.replace(former, member_id=self.request.member_id)
         # Use the stages of the opened job: the node leaves out the last stage if nothing has
         # changed since that stage.

@@ -5,6 +5,7 @@ state, and the sentence that describes the effect of a change.
 from __future__ import annotations
 
 import enum
+import hashlib
 import json
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -13,10 +14,10 @@ import msgspec
 from msgspec import Struct, structs
 
 from dataplane.client.state import RowsDigest, RunState
-from dataplane.model.changes import first_counted
+from dataplane.model.changes import Ahead, first_counted
 from dataplane.model.config import Fact, JobSpec, MixtureSpec, SourceSpec, Stage
-from dataplane.model.errors import ConfigError
-from dataplane.model.records import ColumnOptions, MixHistory, View
+from dataplane.model.errors import ConfigError, SpecMismatch
+from dataplane.model.records import ColumnOptions, DatasetIdentity, MixHistory, View
 from dataplane.model.typed import complete
 from dataplane.rpc.messages import JobOpened
 
@@ -121,6 +122,26 @@ def ahead(state: RunState, job: JobOpened) -> str:
         f"epoch {state.epoch} goes on to its end with the recipe of the state. Stage"
         f" {len(spec.stages) + 1} of this run begins with epoch {state.epoch + 1}: {what}"
     )
+
+
+def recipe_of(spec: JobSpec, dataset: DatasetIdentity) -> str:
+    """Return 16 hex digits over what a state that is resumed without a `change` must agree with."""
+    text = json.dumps([spec.facts(), dataset.layout], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def check_ahead(expected: Ahead | None, spec: JobSpec, dataset: DatasetIdentity) -> None:
+    """Check that a loader's own job is the one with which the run was to go on, if that is known.
+
+    Raises:  SpecMismatch: it is another one.
+    """
+    if expected is not None and recipe_of(spec, dataset) != expected.recipe:
+        raise SpecMismatch(
+            "this state was saved while an epoch was finished with a former recipe, and this"
+            " loader has neither that recipe nor the one that followed it: give it the options and"
+            " shards of one of them, or pass change= (docs/training.md) to go on with others",
+            field="change",
+        )
 
 
 def check_epoch(epoch: int, stage: Stage) -> None:

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct, field, structs
 
 from dataplane.base.units import whole
-from dataplane.model.changes import NO_GAPS, EpochSteps, Gaps, TakenOut, resizes
+from dataplane.model.changes import NO_GAPS, Ahead, EpochSteps, Gaps, TakenOut, resizes
 from dataplane.model.config import ORDER_VERSION, Fact, JobSpec, Stage, sparse, text_of
 from dataplane.model.errors import ConfigError, SpecMismatch, VersionMismatch
 from dataplane.model.ledger import PLACE_MAX, LedgerMark
@@ -177,7 +177,7 @@ class RunState(Struct, frozen=True):
     `asked_weights` identifies those that its loader was given. `mark` identifies the last entry of
     the job's ledger on which the run depends. `stages` are the former stages of the run. With
     `global_batch`, a former stage is read to the end of its epoch; 0 if it is unknown. `gone` is
-    what the loader removed.
+    what the loader removed. `ahead` is the recipe with which the run goes on after the epoch.
     """
 
     spec_digest: str
@@ -196,6 +196,7 @@ class RunState(Struct, frozen=True):
     stages: tuple[Stage, ...] = ()
     global_batch: int = 0
     gone: tuple[TakenOut, ...] = ()
+    ahead: Ahead | None = None
 
     @classmethod
     def of(cls, job: JobOpened, epoch: int, cursor: int) -> RunState:
@@ -237,9 +238,8 @@ class RunState(Struct, frozen=True):
             saved["global_batch"] = self.global_batch
         if self.gone:
             saved["taken_out"] = [list(structs.astuple(row)) for row in self.gone]
-        if self.stages:
-            saved["stages"] = [sparse(stage) for stage in self.stages]
-        return saved
+        stages = {"ahead": sparse(self.ahead), "stages": sparse(self.stages)}
+        return saved | {name: value for name, value in stages.items() if value}
 
     @property
     def ended(self) -> int | None:
@@ -303,6 +303,7 @@ class RunState(Struct, frozen=True):
             None if rows is None else RowsDigest.from_dict(rows, epoch, cursor), mix, asked,
             _mark(saved), _values(saved), _stages(saved, epoch),
             _number(saved, "global_batch") if "global_batch" in saved else 0, _gone(saved),
+            _ahead(saved),
         )  # fmt: skip
 
     def check(self, job: JobOpened, *, dataset_moved: bool = False) -> bool:
@@ -529,6 +530,16 @@ def _gone(saved: Mapping[str, Any]) -> tuple[TakenOut, ...]:
             f"this state is damaged: its taken_out is {stored!r:.160}", key="taken_out"
         ) from error
     return tuple(rows)
+
+
+def _ahead(saved: Mapping[str, Any]) -> Ahead | None:
+    stored = saved.get("ahead")
+    try:
+        return None if stored is None else msgspec.convert(_plain(stored), complete(Ahead))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"this state is damaged: its ahead is {stored!r:.160}", key="ahead"
+        ) from error
 
 
 def _stages(saved: Mapping[object, object], epoch: int) -> tuple[Stage, ...]:

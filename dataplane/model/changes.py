@@ -229,6 +229,15 @@ class TakenOut(Struct, frozen=True):
         return structs.replace(self, name=f"{source}{colon}{self.shard}{end}")
 
 
+class Ahead(Struct, frozen=True):
+    """The recipe with which a run goes on when an epoch of a former one is finished: a hash, and
+    the urls of the former datasets, by the names of sources, if the user gave them.
+    """
+
+    recipe: str
+    before: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+
 class TakenDocument(Struct, frozen=True, order=True):
     """A removed row of a block whose rows are packed, and the key of the hash that chooses the row
     that replaces it.

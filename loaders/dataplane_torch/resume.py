@@ -15,6 +15,7 @@ from dataplane.client.stages import (
     RESTART,
     Named,
     ahead,
+    check_ahead,
     check_epoch,
     follows,
     has_begun,
@@ -22,6 +23,8 @@ from dataplane.client.stages import (
 )
 from dataplane.client.state import RowsDigest, RunState
 from dataplane.model.errors import ConfigError
+from dataplane.model.records import MixHistory
+from dataplane.rpc.messages import JobOpened
 
 REPLAY = "replay_first_slab"
 """The name of the option, and the only key in the state of a run with this option."""
@@ -34,6 +37,7 @@ def resumed(
     dataset_moved: bool,
     change: str | None = None,
     before: Named = (),
+    lists: bool = False,
 ) -> tuple[RunState, str]:
     """Return the state, if the session's job may resume from it; an empty state means the start.
     Set the session's weights to those of the state. If the loader's own weights have changed since
@@ -42,7 +46,7 @@ def resumed(
 
     With a `change`, accept a state of another recipe, whose datasets were at the urls `before`:
     return the start of the next stage, and a sentence about the change, which is "" if nothing has
-    changed.
+    changed. With `lists`, weights that were set hold beyond the change.
 
     Warn on rank 0 if the job's ledger is not that of the state's run, if other software made the
     state's images, and if the state was accepted only because of `dataset_moved`. That argument is
@@ -51,12 +55,7 @@ def resumed(
     Raises:  SpecMismatch: the state is of another job.  VersionMismatch: a newer version saved the
     state.  ConfigError: the state is damaged, or of a run that replayed its first slab.
     """
-    if isinstance(state_dict, Mapping) and REPLAY in state_dict:
-        raise ConfigError(
-            "this state is of a run with replay_first_slab=True, which read no real epoch: resume "
-            "from a state of a run without it",
-            field=REPLAY,
-        )
+    _refuse_replay(state_dict)
     session.mixes_applied.clear()
     session.return_to_own()
     if isinstance(state_dict, Mapping) and not state_dict:
@@ -65,13 +64,18 @@ def resumed(
         session.mix = None
         return state_at(session, 0, 0), ""
     state = RunState.from_dict(state_dict)
+    resumes = None if change is not None or dataset_moved else state.ahead
+    if resumes is not None:
+        change, before = FINISH, resumes.before
     stages = state.stages if change is None else stages_with(state, change, before)
     session.take_out(state.gone)
     finishes = change == FINISH and has_begun(state)
     session.change(stages, state.epoch - state.in_last_step, finishes=finishes)
     if session.job.spec.stages != state.stages:
-        session.mix = None
-        return follows(state, session.job)
+        session.mix = _weights_kept(state, session.job, is_new=True) if lists else None
+        check_ahead(resumes, session.job.spec, session.job.dataset)
+        begin, sentence = follows(state, session.job)
+        return begin, "" if resumes else sentence
     session.settle()
     was_moved = state.check(session.job, dataset_moved=dataset_moved)
     _take_out_again(state, session)
@@ -79,11 +83,22 @@ def resumed(
         _warn(state, session, was_moved=was_moved)
     state = state.normalised(session.job.spec, session.changes.gaps(state.epoch))
     session.mix = state.mix
-    if session.following is not None:
-        return state, ahead(state, session.job)
+    if session.job.finishing is not None:
+        session.asked_weights = state.asked_weights
+        check_ahead(resumes, session.job.finishing.spec, session.job.finishing.dataset)
+        return state, "" if resumes else ahead(state, session.job)
     if state.mix is not None and state.asked_weights != session.job.spec.asked_weights:
         session.mix = changed(session, state.epoch, state.cursor, ()).mix
     return state, ""
+
+
+def _refuse_replay(state_dict: object) -> None:
+    if isinstance(state_dict, Mapping) and REPLAY in state_dict:
+        raise ConfigError(
+            "this state is of a run with replay_first_slab=True, which read no real epoch: resume "
+            "from a state of a run without it",
+            field=REPLAY,
+        )
 
 
 def _take_out_again(state: RunState, session: Session) -> None:
@@ -108,14 +123,32 @@ def turned(session: Session, before: RowsDigest, epoch: int, *, lists: bool) -> 
     if session.following is not None:
         former = session.following.spec.stages[-1].before
         epoch = session.following.epoch + 1
+    old = session.job.spec.mixture
     state = structs.replace(state_at(session, epoch, 0), digest=before)
     session.return_to_own()
     if lists:
         session.list_again(epoch)
     session.change(stages_with(state, RESTART, former), epoch)
-    if state.mix is not None and not is_new and session.job.spec.stages == state.stages:
-        session.mix = state.mix  # nothing has changed, and set_weights() still holds
+
+    def weights(job: JobOpened) -> MixHistory | None:
+        if not is_new and job.spec.stages == state.stages:
+            return state.mix  # nothing has changed, and set_weights() still holds
+        is_set = old is not None and state.mix != old.history
+        return _weights_kept(state, job, is_new=is_new) if lists and (is_new or is_set) else None
+
+    session.decide_mix(weights)
     return RowsDigest(epoch=epoch, base=before.value)
+
+
+def _weights_kept(state: RunState, job: JobOpened, *, is_new: bool) -> MixHistory | None:
+    """Return the weights that were set in a former stage, if they hold in this one, which has other
+    shards; None if its loader, which `is_new`, was given others.
+    """
+    own, mix = job.spec.mixture, state.mix
+    if own is None or mix is None or len(own.shares) != len(mix.changes[0].shares):
+        return None
+    is_other = job.spec.asked_weights != state.asked_weights or len(own.history.changes) > 1
+    return None if is_new and is_other else structs.replace(mix, length=own.history.length)
 
 
 def chosen(session: Session, epoch: int) -> int:

@@ -338,7 +338,7 @@ class UrlJob:
             change = FINISH
         state, sentence = resumed(
             state_dict, self._session, dataset_moved=self._dataset_moved,
-            change=change, before=before_of(before),
+            change=change, before=before_of(before), lists=self._follows,
         )  # fmt: skip
         self._epoch, self._cursor = place_of(self._session, state)
         self._listed = self._epoch

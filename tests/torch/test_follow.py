@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import recipes
-from dataplane_torch import DataLoader, ShardedIterableDataset
+from dataplane_torch import DataLoader, Mixture, ShardedIterableDataset, Source
 
 from dataplane.cli import run
 from dataplane.model.errors import ConfigError
@@ -84,6 +84,41 @@ def test_each_epoch_has_what_is_there_at_its_begin_on_any_number_of_ranks(
     assert run(["ledger", "verify", str(tmp_path / "ledger")]) == 0
     with pytest.raises(ConfigError, match=r"follow is an option of dataplane_torch\.DataLoader"):
         ShardedIterableDataset(url, BATCH, follow=True)
+
+
+def test_a_mixture_that_grows_keeps_the_weights_that_were_set(
+    tmp_path: Path, shared_node: None
+) -> None:
+    def write(name: str, start: int) -> None:
+        pq.write_table(pa.table({"id": range(start, start + 40)}), tmp_path / f"{name}.parquet")
+
+    def share(batches: list[list[int]]) -> float:
+        rows = list(itertools.chain(*batches))
+        return sum(row >= 1000 for row in rows) / len(rows)
+
+    write("a0", 0)
+    write("b0", 1000)
+    sources = {name: Source(str(tmp_path / f"{name}*.parquet"), weight=1.0) for name in "ab"}
+    mixture = Mixture(sources, exhausted="cycle", length=80)
+    with ranks(mixture, 1, follow=True) as loaders:
+        loaders[0].set_weights({"a": 0.9, "b": 0.1})
+        write("a1", 40)
+        assert share(read(loaders)) == 0.1
+        batches = iter(loaders[0])
+        next(batches)
+        state = json.loads(json.dumps(loaders[0].state_dict()))
+        rest = [sorted(batch["id"].tolist()) for batch in batches]
+        assert share(rest) < 0.2
+        ended = json.loads(json.dumps(loaders[0].state_dict()))
+    write("a2", 80)
+    write("b1", 1040)
+    with ranks(mixture, 2, state, follow=True) as loaders:
+        assert read(loaders) == rest
+        expected = read(loaders)
+        assert share(expected) == 0.1
+        assert {row // 40 for row in itertools.chain(*expected)} > {0, 1, 2}
+    with ranks(mixture, 1, ended, follow=True) as loaders:
+        assert share(read(loaders)) == 0.1
 
 
 @pytest.mark.slow

@@ -463,6 +463,35 @@ def test_what_was_taken_out_stays_out_wherever_the_shards_are(folder: Path, tmp_
         assert "6 of the 6 rows and shards" in loader.load_state_dict(state, "restart")
 
 
+def test_a_run_that_finishes_an_epoch_resumes_without_naming_its_change_again(
+    folder: Path,
+) -> None:
+    state, former = state_after(some(folder, 0, 1), 1), some(folder, 0, 1)
+    states = []
+    with ranks(some(folder, 2, 3), 1, state, "finish", former, seed=5) as (loader,):
+        batches = [ids_of(batch) for batch in loader]
+        for _ in range(2):
+            loader.load_state_dict(state, "finish", former)
+            rest = iter(loader)
+            for _ in range(2 if not states else len(batches)):
+                next(rest)
+            states.append(json.loads(json.dumps(loader.state_dict())))
+        expected = read([loader])
+    with ranks(some(folder, 2, 3), 2, states[0], seed=5) as loaders:
+        assert read(loaders) == batches[2:]
+        assert read(loaders) == expected
+    with ranks(some(folder, 2, 3), 1, states[1], seed=5) as loaders:
+        assert read(loaders) == expected
+    with ranks(former, 1, states[0]) as loaders:  # the run may also stay with its old recipe
+        assert read(loaders) == batches[2:]
+    for state in states:
+        with (
+            pytest.raises(SpecMismatch, match="neither that recipe nor the one that followed"),
+            ranks(some(folder, 2, 3), 1, state, seed=6),
+        ):
+            pass
+
+
 def test_a_shard_that_a_former_recipe_takes_out_is_no_other_in_the_next_one(folder: Path) -> None:
     state, shards = state_after(some(folder, 0, 1), 1), some(folder, 2, 3)
     with ranks(shards, 1, state, "finish", some(folder, 0, 1)) as loaders:
