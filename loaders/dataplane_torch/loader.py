@@ -268,6 +268,13 @@ class DataLoader(LoaderBase[_T_co]):
         """
         if self._shards is None:
             raise ConfigError("only loaders over urls have a tombstone()", field="dataset")
+        for name in names:
+            if not isinstance(name, str) or not name:
+                raise ConfigError(
+                    f"tombstone({name!r:.80}): give names of shards or rows, such as"
+                    ' "part-17.parquet" or "part-17.parquet:4"',
+                    field="tombstone",
+                )
         with brief:
             self._shards.tombstone(names)
 

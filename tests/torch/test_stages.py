@@ -430,8 +430,9 @@ def test_rows_and_shards_are_taken_out_without_a_service(
     with ranks(whole, 1, states[0], "finish", seed=5) as loaders:  # also after a change
         assert read(loaders) == expected[3:]
         assert not {*itertools.chain(*read(loaders))} & {7, *range(ROWS, 2 * ROWS)}
-        with pytest.raises(ConfigError, match="no shard 's9"):
-            loaders[0].tombstone("s9.parquet")
+        for name in ("s9.parquet", "", 3, ["s0.parquet"]):
+            with pytest.raises(ConfigError, match=r"no shard 's9|give names of shards"):
+                loaders[0].tombstone(name)
         assert len(loaders[0].state_dict()["taken_out"]) == 2
     (tmp_path / "ledger").write_text(ledger)
     for step in range(3):
