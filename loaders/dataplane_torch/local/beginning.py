@@ -20,6 +20,7 @@ from dataplane_torch.local.sampling import (
     load_generators,
     load_samplers,
     names_of,
+    shares_of,
     stands_as,
 )
 from dataplane_torch.torch_private.iteration import (
@@ -39,6 +40,7 @@ class PassPlace:
         self.batch_size = loader.batch_size
         self.length = None if self.is_iterable else _length(loader.dataset)
         self.samplers = None if self.is_iterable else names_of(index_sampler(loader))
+        self.shares = {} if self.is_iterable else shares_of(index_sampler(loader))
         self.has_default_generator = loader.generator is None
         self.step = 0
         self.is_finished = False
@@ -68,6 +70,7 @@ class PassPlace:
             sampler=self.sampler,
             workers=tuple(self.workers),
             samplers=self.samplers,
+            shares=self.shares,
         )
 
 

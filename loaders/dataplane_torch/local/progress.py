@@ -110,7 +110,8 @@ class PassState(Struct, frozen=True):
     """A pass after `step` batches. `worker_count` is 0 if the trainer itself loads.
 
     `length` is the length of the dataset; None if it has no length or is iterable. `samplers` names
-    the classes that draw the indices; None for iterable datasets.
+    the classes that draw the indices; None for iterable datasets. `shares` says how many replicas
+    a sampler divides its indices among, and how many it draws, if the sampler says so.
     """
 
     is_iterable: bool
@@ -125,6 +126,7 @@ class PassState(Struct, frozen=True):
     sampler: SamplerState
     workers: tuple[WorkerState, ...]
     samplers: str | None = None
+    shares: dict[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Convert the state to plain values. All of it can be saved as JSON, except perhaps the
@@ -140,6 +142,7 @@ class PassState(Struct, frozen=True):
             "samplers": self.samplers,
             "sampler": sampler,
             "workers": [structs.asdict(worker) for worker in self.workers],
+            **({"shares": self.shares} if self.shares else {}),
         }
         return {**saved, "checksum": _checksum(saved)}
 
@@ -184,6 +187,7 @@ class PassState(Struct, frozen=True):
                     for worker in given["workers"]
                 ),
                 samplers=given["samplers"],
+                shares={name: _plain(value) for name, value in given.get("shares", {}).items()},
             )
         except (AttributeError, KeyError, TypeError) as error:
             raise ConfigError(f"this state is damaged: {error}", field="state_dict") from error
@@ -211,6 +215,7 @@ class PassState(Struct, frozen=True):
             value = getattr(self, name)
             yield name, value, value is None or _is_count(value)
         yield "samplers", self.samplers, isinstance(self.samplers, str | None)
+        yield "shares", self.shares, all(map(_is_count, self.shares.values()))
         yield "is_finished", self.is_finished, isinstance(self.is_finished, bool)
         yield "base_seed", self.base_seed, _is_count(self.base_seed, 1 << 63)
         yield "next_worker", self.next_worker, self.next_worker < max(1, self.worker_count)
@@ -269,6 +274,8 @@ class PassState(Struct, frozen=True):
                 "Pass the same shuffle and sampler",
                 field="sampler",
             )
+        if is_under_way:
+            self._check_shares(now)
         have_states = any(worker.has_state for worker in self.workers)
         if max(1, self.worker_count) != max(1, now.worker_count) and (
             self.is_iterable or have_states
@@ -278,6 +285,25 @@ class PassState(Struct, frozen=True):
                 f"{now.worker_count}: the state has a position for each worker, so pass the same "
                 "number (a map-style dataset without state_dict() may have any number)",
                 field="num_workers",
+            )
+
+    def _check_shares(self, now: PassState) -> None:
+        """Check that the sampler divides the epoch as it did. States of older versions, and
+        samplers that do not say it, have no shares. A sampler with a state knows its own length.
+
+        Raises:  ConfigError.
+        """
+        for name, noun in (("replicas", "replicas"), ("draws", "indices")):
+            was, is_now = self.shares.get(name), now.shares.get(name)
+            is_own = name == "draws" and self.sampler.states is not None
+            if was is None or is_now is None or was == is_now or is_own:
+                continue
+            raise ConfigError(
+                f"the state was taken with {was} {noun} of the sampler, and the sampler has "
+                f"{is_now} now: some samples would repeat, others be skipped. Resume on as many "
+                "ranks as before, or load the state of a finished epoch; a loader over urls "
+                "resumes on any number of ranks",
+                field="sampler",
             )
 
 
@@ -301,6 +327,7 @@ def _checksum(saved: Mapping[str, Any]) -> str:
         for part in (saved["sampler"], *saved["workers"])
     ]
     ours += [len(saved["sampler"]["missing"]), [saved[name] for name in (*_PLAIN, "samplers")]]
+    ours += [saved["shares"]] if "shares" in saved else []
     return hashlib.blake2b(
         json.dumps(ours, sort_keys=True, default=int).encode(), digest_size=8
     ).hexdigest()

@@ -23,8 +23,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    DistributedSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
+from dataplane.base.units import whole
 from dataplane.model.errors import ConfigError
 from dataplane_torch.local.progress import SamplerState, is_stateful, load_state
 
@@ -277,6 +283,24 @@ def _parts(index_sampler: Any) -> dict[str, Any]:
 def names_of(index_sampler: Any) -> str:
     """Name the classes of an index sampler, outermost first: "BatchSampler over RandomSampler"."""
     return " over ".join(type(part).__name__ for part in _parts(index_sampler).values())
+
+
+def shares_of(index_sampler: Any) -> dict[str, int]:
+    """Return the number of replicas among which a user's sampler divides its indices, and how many
+    it draws. The latter is left out if it may depend on the epoch, which is not set yet.
+    """
+    parts = _parts(index_sampler)
+    counts = (
+        whole(getattr(part, name, None))
+        for part in parts.values()
+        for name in ("num_replicas", "num_processes")
+    )
+    replicas = next((count for count in counts if count is not None), None)
+    shares = {} if replicas is None else {"replicas": replicas}
+    inner = next(reversed(parts.values()))
+    is_plain = isinstance(inner, DistributedSampler) or not hasattr(inner, "set_epoch")
+    draws = step_count(inner) if is_plain else math.inf
+    return shares if draws == math.inf else {**shares, "draws": int(draws)}
 
 
 def _generators(

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_datasets import Backwards, Flow, Growing, Samples, is_same
 from torch.utils.data import (
+    DistributedSampler,
     IterableDataset,
     Sampler,
     SubsetRandomSampler,
@@ -392,6 +393,34 @@ def test_a_state_of_another_loader_is_refused_with_what_differs() -> None:
     ]:
         with pytest.raises(error, match=told):
             loader.load_state_dict(state)
+
+
+def test_a_state_of_another_number_of_ranks_is_refused() -> None:
+    def of(rank: int, count: int, *, is_list: bool = False) -> DataLoader:
+        sampler = DistributedSampler(range(64), count, rank)
+        return DataLoader(range(64), 4, sampler=[*sampler] if is_list else sampler)
+
+    state = json.loads(json.dumps(taken(of(0, 2))))
+    for before, now, said in [
+        (state, of(0, 1), "with 2 replicas of the sampler, and the sampler has 1 now.*on as many"),
+        (taken(of(0, 2, is_list=True)), of(0, 1, is_list=True), "with 32 indices .* has 64 now"),
+    ]:
+        with now, pytest.raises(ConfigError, match=said):
+            now.load_state_dict(before)
+    with of(1, 2) as loader:  # another rank of as many
+        loader.load_state_dict(state)
+        assert len(list(loader)) == 7
+    changed = {**state, "shares": {**state["shares"], "replicas": 1}}
+    old = {name: value for name, value in state.items() if name not in {"shares", "checksum"}}
+    with of(0, 1) as loader:
+        with pytest.raises(ConfigError, match="do not have its checksum"):
+            loader.load_state_dict(changed)
+        loader.load_state_dict(old)
+        assert len(list(loader)) == 15
+    with of(0, 2) as loader, of(0, 1) as other:  # the next epoch may be of other ranks
+        assert len(list(loader)) == 8
+        other.load_state_dict(loader.state_dict())
+        assert len(list(other)) == 16
 
 
 def test_a_sampler_may_be_replaced_between_epochs() -> None:
