@@ -298,7 +298,9 @@ def explaining_folders(manifest: Manifest) -> Iterator[None]:
     except ConfigError as error:
         urls = manifest.shards.urls
         keys = {**folder_values(folder_of(urls[0])), **folder_values(folder_of(urls[-1]))}
-        key = next((key for key in keys if repr(key) in str(error)), None)
+        columns = pa.ipc.read_schema(pa.py_buffer(manifest.schema)).names  # may be suggested
+        lacking = (key for key in keys if key not in columns)
+        key = next((key for key in lacking if repr(key) in str(error)), None)
         if key is None:
             raise
         raise type(error)(

@@ -221,6 +221,10 @@ def test_keys_of_folders_are_columns_also_of_conditions(tmp_path: Path, suffix: 
     ]
     with DataLoader(tmp_path / "t", batch_size=40, columns=["month"]) as loader:
         assert [batch["month"].tolist() for batch in loader] == [[1] * 40, [10] * 40] * 2
+    for typo in ({"where": "mont == 1"}, {"columns": ["mont"]}):
+        with pytest.raises(ConfigError, match="'month'") as caught:
+            DataLoader(tmp_path / "t", **typo).schema  # noqa: B018
+        assert "was named in full" not in str(caught.value)
     (tmp_path / "other").mkdir()
     pq.write_table(pa.table({"x": [1]}), tmp_path / "other" / "lang=x.parquet")
     with pytest.raises(ConfigError, match=r"month.*The folder month=01 was named in full"):
