@@ -347,8 +347,8 @@ class ColumnOptions(Struct, frozen=True):
     with zero. `max_length` is the maximum length of lists, per column, and `max_length_all` that of
     every list column; 0 means no limit. `codes` are columns delivered as integers: the index of
     each value among the distinct values in the dataset. `dtype` has the types to which columns of
-    numbers, and of lists of them, are converted. `distinct`: a node finds the distinct values in
-    columns of lists, which it reads as a list of these for each block.
+    numbers, and of lists of them, are converted. `distinct_in_lists`: a node finds the distinct
+    values in columns of lists, which it reads as a list of these for each block.
     """
 
     columns: tuple[str, ...] = ()
@@ -364,7 +364,7 @@ class ColumnOptions(Struct, frozen=True):
     truncation_side: TruncationSide = TruncationSide.RIGHT
     codes: tuple[str, ...] = ()
     dtype: tuple[ColumnDtype, ...] = ()
-    distinct: bool = False
+    distinct_in_lists: bool = False
 
 
 class View(Struct, frozen=True):

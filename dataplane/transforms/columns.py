@@ -113,7 +113,7 @@ def plan_columns(
     check_casts(options, leaves, every)
     categories, coded = categories_in(schema), set(codes)
     parts = [(leaf, LeafPart.CODES if leaf.name in coded else LeafPart.VALUES) for leaf in leaves]
-    if options.distinct:
+    if options.distinct_in_lists:
         is_list = {leaf.name: coded_leaf(leaf) is not leaf for leaf in leaves}
         parts = [(leaf, LeafPart.DISTINCT if is_list[leaf.name] else part) for leaf, part in parts]
     if not marks_nulls(options):

@@ -179,7 +179,7 @@ def only(columns: Sequence[str]) -> ColumnOptions:
 
 def to_find_values(columns: Sequence[str]) -> ColumnOptions:
     """Return options that read all values of some columns, and distinguish nulls."""
-    return ColumnOptions(columns=tuple(columns), nulls=NullPolicy.MASK, distinct=True)
+    return ColumnOptions(columns=tuple(columns), nulls=NullPolicy.MASK, distinct_in_lists=True)
 
 
 def _columns(given: Sequence[str] | None) -> tuple[str, ...]:

@@ -158,8 +158,9 @@ def test_categories_saved_in_an_index_are_read_once_for_all_nodes(
         assert loader.categories("blob") == tuple(bytes([255, i]) for i in range(256))
         assert next(iter(loader))["blob"].tolist() == list(range(8))
     assert not (tmp_path / "another" / "categories").exists()
-    assert run(["index", str(shards), "--codes", "tokens"]) == 2
-    assert "codes: column 'tokens' is of type list" in capsys.readouterr().err
+    pq.write_table(pa.table({"price": [0.5]}), tmp_path / "prices.parquet")
+    assert run(["index", str(tmp_path / "prices.parquet"), "--codes", "price"]) == 2
+    assert "codes: column 'price' is of type double" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("small_node")

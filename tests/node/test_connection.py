@@ -216,7 +216,7 @@ def test_many_connections_of_a_process_have_the_turns_of_one(
         peers, other = Peers(server), Peers(server)
         sockets = [peers.connect() for _ in range(4)]
         server.process_of = lambda _: _Process()
-        local.append(other.connect())
+        sockets.append(other.connect())
         for n, sock in enumerate(sockets):
             assert await greeted(sock)
             source, place = messages.DatasetSource(("x",)), Topology()
