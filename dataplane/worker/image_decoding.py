@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
+from dataplane.base.suffixes import BY_FORMAT, FILES, path_of
 from dataplane.model.errors import ImageError
 from dataplane.model.joined import KEY
 from dataplane.model.records import ColumnSpec, Kind
@@ -25,6 +26,9 @@ _KEY_LENGTH_MAX = 300
 _NULL = "the image is null"
 _PLAIN_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 _PLAIN_KEY = re.compile(r"[\w./+=-]+", re.ASCII)
+_FILES = re.compile(r"(.+)\+(\d+)")
+"""The url of a shard that is joined from files: its table or its first file, and a number."""
+_SUFFIXES = tuple(suffix for suffixes in BY_FORMAT.values() for suffix in suffixes)
 
 
 class _Encoded(Struct, frozen=True):
@@ -202,7 +206,7 @@ class SlabImages:
             name = image.column if _PLAIN_NAME.fullmatch(image.column) else f"`{image.column}`"
             other = f'to train without all rows that have none: where="{name} is not null"; '
         return ImageError(
-            f"{origin.url}: row {row}{named}, column {image.column!r}: {error}"
+            f"{_place(origin, row, key)}{named}, column {image.column!r}: {error}"
             f" ({other}to train without this row: {_without(origin, row, key)})",
             shard=origin.url,
             row=row,
@@ -212,17 +216,44 @@ class SlabImages:
         )
 
 
+def _files(origin: Origin) -> re.Match[str] | None:
+    """Return the parts of the url of a shard that is joined from files; None for other shards."""
+    parts = _FILES.fullmatch(origin.url)
+    return parts if parts is not None and path_of(parts[1]).endswith(_SUFFIXES) else None
+
+
+def _is_image(url: str) -> bool:
+    return path_of(url).endswith(BY_FORMAT[FILES])
+
+
+def _place(origin: Origin, row: int, key: str | None) -> str:
+    """Name the file, the row of the table of paths, or the row of the shard."""
+    files = _files(origin)
+    if files is None or (origin.of_view and not _is_image(files[1])):
+        return f"{origin.url}: row {row}"
+    if _is_image(files[1]):
+        named = f"the file {key!r}, " if key else ""
+        return f"{named}row {row} of the files from {files[1]} on"
+    return f"{files[1]}: row {int(files[2]) + row}"
+
+
 def _without(origin: Origin, row: int, key: str | None) -> str:
-    """Describe the settings that leave the row out of a job."""
+    """Describe what leaves the row out of a job."""
+    files = _files(origin)
+    mend = "delete or mend the file, or " if files else ""
     if key is not None and _PLAIN_KEY.fullmatch(key):
-        return f"""where="{KEY} != '{key}'\""""
+        return f"""{mend}where="{KEY} != '{key}'\""""
+    if key is None and files and _is_image(files[1]):
+        return f'{mend}where= with its {KEY}, which this error names if columns= has "{KEY}"'
+    if files:
+        return f"{mend}where= on a column that tells it"
     if origin.of_view:
         return "another where=, which does not have it"
-    return f"where= on a column that tells it, or `dataplane tombstone --row {_name(origin)}:{row}`"
-
-
-def _name(origin: Origin) -> str:
-    return origin.url.rpartition("/")[2]
+    name = origin.url.rpartition("/")[2]
+    return (
+        "where= on a column that tells it, or in a job of a service "
+        f"`dataplane tombstone JOB --row {name}:{row}`"
+    )
 
 
 def _key_of(block: BlockColumns, row: int) -> str | None:

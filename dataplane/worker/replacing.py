@@ -16,6 +16,7 @@ import numpy as np
 
 from dataplane.model.changes import ReplacedRow
 from dataplane.model.errors import DataplaneError, FunctionError, ImageError
+from dataplane.model.joined import KEY
 from dataplane.plan.tombstones import substitute, substitute_key
 from dataplane.rpc.tasks import Assemble, Origin
 from dataplane.worker.apart import OpenBlock
@@ -155,6 +156,8 @@ def _told(origin: Origin | None, row: int, instead: int, fault: DataplaneError) 
     assert origin is not None
     first, reason = origin.first_row, str(fault.nouns.get("reason", fault)).partition("\n")[0]
     column = f"column {fault.nouns['column']!r}: " if "column" in fault.nouns else ""
+    key = fault.nouns.get("key")
+    named = f"{KEY} {key!r}: {column}" if key else column
     return ReplacedRow(
-        origin.url, origin.shard, first + row, first + instead, f"{column}{reason}"[:_REASON_MAX]
+        origin.url, origin.shard, first + row, first + instead, f"{named}{reason}"[:_REASON_MAX]
     )

@@ -407,6 +407,23 @@ def test_each_kind_of_damage_has_its_answer(
 
 
 @pytest.mark.usefixtures("shared_node")
+def test_a_broken_image_of_a_folder_is_named_itself(folder: Path) -> None:
+    (folder / "dog/small/001.jpeg").write_bytes(b"no image")
+    cropped: dict[str, Any] = {"transforms": {"image": [CenterCrop(8)]}}
+    named = r"^the file 'dog/small/001.jpeg', row 14 of the files from \S+ on .*: delete or mend "
+    for columns, says in (
+        (["__key__", "image"], named + "the file, or where=\"__key__ != 'dog/small/001.jpeg'\""),
+        (["image"], r"^row 14 of the files from \S+ on, column .*columns= has \"__key__\""),
+    ):
+        with (
+            DataLoader(folder, 40, columns=columns, shuffle=False, **cropped) as loader,
+            pytest.raises(ImageError, match=says) as caught,
+        ):
+            list(loader)
+        assert "tombstone" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("shared_node")
 def test_files_that_are_odd_but_sound_are_read(folder: Path) -> None:
     folder.joinpath("cat/000.jpg").rename(folder / "cat/00\n0.png")
     (folder / "zebra/folder.png").mkdir()

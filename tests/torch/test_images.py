@@ -236,7 +236,7 @@ def test_a_broken_image_names_shard_row_and_column(tmp_path) -> None:
         assert (error.row, error.column) == (17, "jpg")
         assert str(error.shard).endswith(path.name)
         assert f"{error.shard}: row 17, column 'jpg': " in str(error)
-        assert f"`dataplane tombstone --row {path.name}:17`" in str(error)
+        assert f"in a job of a service `dataplane tombstone JOB --row {path.name}:17`" in str(error)
         assert "BytesIO" not in str(error)
         if broken is None:
             assert 'where="jpg is not null"' in str(error)
