@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Final
 
 from dataplane.model.errors import ConfigError
@@ -19,6 +22,8 @@ _MOVE = (
     "move it into a module that this script imports, at the top level of that module, and pass it "
     'or its name, such as "mypackage.text:tokenise"'
 )
+
+_imports: list[tuple[str, str]] = []
 
 
 def function_name(given: object, argument: str) -> str:
@@ -35,8 +40,11 @@ def function_name(given: object, argument: str) -> str:
                 "after the colon",
                 field=argument,
             )
-        if given.partition(":")[0] == "__main__":
+        module = given.partition(":")[0]
+        if module == "__main__":
             raise _not_found(argument, given, "is part of the script itself")
+        if _is_unguarded_script(module):
+            raise _run_again(f"{argument}={given!r} is part of the script itself", argument)
         return given
     if not callable(given):
         raise ConfigError(
@@ -45,6 +53,49 @@ def function_name(given: object, argument: str) -> str:
             field=argument,
         )
     return _name_of(given, argument)
+
+
+@contextmanager
+def importing(argument: str, name: str) -> Iterator[None]:
+    """Refuse loaders in this worker while it imports a function: the script with its training loop,
+    imported by mistake, would run once more in each worker, and their loaders start workers, too.
+    """
+    _imports.append((argument, name))
+    try:
+        yield
+    finally:
+        _imports.pop()
+
+
+def refuse_within_import() -> None:
+    """Refuse to make a loader over urls.
+
+    Raises:  ConfigError: a worker makes it while it imports a function.
+    """
+    for argument, name in _imports:
+        module = name.partition(":")[0]
+        raise _run_again(f"a worker made a loader when it imported {module!r}", argument)
+
+
+def _is_unguarded_script(module: str) -> bool:
+    """Whether this module is the file that Python runs, and its code runs on import, too."""
+    main = sys.modules["__main__"]
+    file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
+    if not file or module not in {spec.name if spec else "", re.sub(r"\.py$", "", Path(file).name)}:
+        return False
+    try:
+        return file.endswith(".py") and b"__main__" not in Path(file).read_bytes()
+    except OSError:
+        return False
+
+
+def _run_again(why: str, argument: str) -> ConfigError:
+    return ConfigError(
+        f"{why}, which workers import for {argument}=, and that would run its training code again: "
+        "put the function into a module of its own, or the training code under "
+        '`if __name__ == "__main__":`',
+        field=argument,
+    )
 
 
 def _name_of(given: object, argument: str) -> str:

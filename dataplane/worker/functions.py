@@ -33,7 +33,7 @@ from dataplane.formats.faults import is_out_of_memory, text_of
 from dataplane.formats.unsupported import unsupported_type
 from dataplane.model.errors import ConfigError, DataplaneError, FunctionError
 from dataplane.plan.permute import Domain, key
-from dataplane.transforms.functions import GENERATOR
+from dataplane.transforms.functions import GENERATOR, importing
 from dataplane.transforms.plain import is_any_list
 
 _TRACEBACK_MAX = 6000
@@ -88,7 +88,8 @@ def loaded(argument: str, name: str) -> UserFunction:
     _use_import_path()
     module, _, path = name.partition(":")
     try:
-        importlib.import_module(module)
+        with importing(argument, name):
+            importlib.import_module(module)
     except ModuleNotFoundError as error:
         missing = error.name or module
         if f"{module}.".startswith(f"{missing}."):

@@ -44,7 +44,7 @@ from dataplane.rpc.messages import (
     WeightsChanged,
 )
 from dataplane.settings import named_service
-from dataplane.transforms.functions import function_name
+from dataplane.transforms.functions import function_name, refuse_within_import
 from dataplane.transforms.mixture_options import Mixture, Urls
 from dataplane.transforms.options import COLUMN_DEFAULTS, ROW_ARGUMENTS, column_options, view_of
 from dataplane.transforms.pack_options import balanced, pack_spec
@@ -146,6 +146,7 @@ def job_of(given: Arguments) -> JobToOpen:
     Raises:  ConfigError, TypeError: arguments are invalid or cannot be combined.  PeerLost:
              torch.distributed is initialized, and its store does not answer.
     """
+    refuse_within_import()
     mixture = given.urls if isinstance(given.urls, Mixture) else None
     by_source = {} if mixture is None else _urls_of(mixture)
     urls = tuple(itertools.chain(*by_source.values())) or _urls(given.urls)

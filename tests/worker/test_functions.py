@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -331,6 +332,29 @@ def test_a_local_function_and_one_of_the_script_are_refused() -> None:
     local.__module__, local.__qualname__ = "__main__", "local"
     with pytest.raises(ConfigError, match="local is part of the script itself"):
         function_name(local, "map")
+
+
+def test_a_script_whose_training_code_workers_would_run_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "train_unguarded.py"
+    script.write_text(
+        "from dataplane_torch import DataLoader\n"
+        "def tok(columns): return columns\n"
+        "loader = DataLoader('none.parquet', map='train_unguarded:tok')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    # A worker's import makes a loader: it starts no node, and is the function's error at once.
+    with pytest.raises(FunctionError, match=r"(?s)made a loader when it imported.*__main__"):
+        loaded("map", "train_unguarded:tok")
+    main = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    assert function_name("train_unguarded:tok", "map")
+    main.__file__ = str(script)
+    with pytest.raises(ConfigError, match="is part of the script itself"):
+        function_name("train_unguarded:tok", "map")
+    script.write_text('def tok(columns): return columns\nif __name__ == "__main__":\n    pass\n')
+    assert function_name("train_unguarded:tok", "map")
 
 
 def test_functions_and_classes_of_a_module_have_a_name() -> None:
