@@ -208,8 +208,8 @@ def delivered(specs: Sequence[ColumnSpec], images: Sequence[ImageSpec]) -> tuple
         found = by_name.get(image.column)
         if found is None:
             raise ConfigError(
-                f"transforms name {image.column!r}, which is not a column of the batches"
-                f"{_meant(image.column, specs)}; they have: {', '.join(sorted(by_name))}",
+                f"transforms name {image.column!r}, which is not a column of the batches; they "
+                f"have: {', '.join(sorted(by_name))}{_meant(image.column, specs)}",
                 field="transforms",
             )
         if found.kind is not Kind.BYTES:
@@ -260,7 +260,7 @@ def _meant(column: str, specs: Sequence[ColumnSpec]) -> str:
     encoded = [spec.name for spec in specs if spec.kind is Kind.BYTES]
     within = [name for name in encoded if name.startswith(f"{column}.")]
     near = within or difflib.get_close_matches(column, encoded, 1) or encoded
-    return f": did you mean {near[0]!r}?" if len(near) == 1 else ""
+    return f"; did you mean {near[0]!r}?" if len(near) == 1 else ""
 
 
 def _said(spec: ColumnSpec) -> str:

@@ -63,7 +63,7 @@ _TORCH_ONLY: Final[Mapping[str, tuple[object, str]]] = {
     "batch_sampler": (None, "batches come from batch_size or global_batch_size"),
     "num_workers": (
         0,
-        "the node's workers do the work: leave it out, or give torch's a ShardedIterableDataset",
+        "the node does the work: leave it out, or give torch's DataLoader a ShardedIterableDataset",
     ),
     "collate_fn": (
         None,
@@ -329,9 +329,23 @@ def refuse_arguments(given: Arguments) -> None:
     for name in passed_options(given):
         raise ConfigError(
             f"{name}={options[name]!r:.80} applies to datasets that are named by urls, but this is "
-            f"a {type(given.urls).__name__}: its Dataset, sampler and collate_fn decide that",
+            f"a {type(given.urls).__name__}: {_instead(name, options[name])}",
             field=name,
         )
+
+
+def _instead(name: str, value: object) -> str:
+    """Return what to use with a torch Dataset instead of an option of urls."""
+    match name:
+        case "seed":
+            return f"use generator=torch.Generator().manual_seed({value!r:.80})"
+        case "collate":
+            return "use collate_fn=, a function of a list of samples"
+        case "map" | "transforms":
+            return "do this in __getitem__ of the Dataset, or in collate_fn="
+        case "where" | "limit" | "sample" | "split":
+            return "use torch.utils.data.Subset, or a sampler="
+    return "its Dataset, sampler and collate_fn decide that"
 
 
 def _mixture(

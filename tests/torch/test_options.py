@@ -264,6 +264,21 @@ def test_a_dataset_where_urls_are_expected_says_where_it_goes():
         ShardedIterableDataset(torch.utils.data.TensorDataset(torch.ones(2)))
 
 
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ({"seed": 3}, "generator=torch.Generator().manual_seed(3)"),
+        ({"collate": "a:b"}, "collate_fn="),
+        ({"map": "a:b"}, "__getitem__"),
+        ({"where": "x > 1"}, "Subset"),
+        ({"columns": ["x"]}, "its Dataset, sampler and collate_fn decide that"),
+    ],
+)
+def test_what_a_torch_dataset_takes_instead_of_an_option_of_urls_is_said(option, said) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        DataLoader(torch.utils.data.TensorDataset(torch.ones(2)), **option)
+
+
 @pytest.mark.parametrize("name", ["a\x1b[2J", "a\nb", "\ud800"])
 def test_names_of_jobs_are_plain_text(name):
     for argument in ("name", "sharing"):
