@@ -129,8 +129,12 @@ def bad_limit(spec: JobSpec, datasets: Sequence[Dataset]) -> int | None:
     """
     if not spec.bad_max:
         return None
-    rows = sum(int(given_counts(dataset.manifest).sum()) for dataset in datasets)
-    return math.ceil(spec.bad_max * rows)
+    return math.ceil(spec.bad_max * sum(map(rows_of, datasets)))
+
+
+def rows_of(dataset: Dataset) -> int:
+    """Return how many rows of a dataset a job reads."""
+    return int(given_counts(dataset.manifest).sum())
 
 
 def delegated_job(
@@ -262,13 +266,13 @@ _Launch = tuple[str, tuple[str, str]]
 
 
 class _Counted(Struct, eq=False):
-    """The counted rows of a launch of a job, the first of them, for errors, and the blocks of
-    which all rows were replaced, which are logged once.
+    """The counted rows of a launch of a job, the first of them by url and reason, for errors, and
+    the blocks of which all rows were replaced, which are logged once.
     """
 
     names: set[_RowName] = field(default_factory=set)
     blocks: set[tuple[str, str]] = field(default_factory=set)
-    first: list[ReplacedRow] = field(default_factory=list)
+    first: dict[tuple[str, str], list[int]] = field(default_factory=dict)
 
 
 class ReplacedRows:
@@ -326,16 +330,18 @@ class ReplacedRows:
         count = max(len(counted.names), self._of_all_nodes.get(delivery.job_id, 0))
         if limit is None or count <= limit:
             return None
-        rows = counted.first
-        listed = "; ".join(f"{row.url} row {row.row}: {row.reason:.160}" for row in rows)
-        more = "" if len(counted.names) <= len(rows) else " …"
+        first, total = counted.first, sum(map(rows_of, delivery.datasets))
+        listed = "; ".join(
+            f"{url} {_numbers(rows)}: {reason:.160}" for (url, reason), rows in first.items()
+        )
+        more = "" if len(counted.names) <= sum(map(len, first.values())) else " …"
         if count > len(counted.names):
             more += "; and rows that other nodes have read (`dataplane ledger show` lists them)"
         return CorruptShard(
             f"{count} rows of this epoch cannot be read, more than the {limit} that bad_max= "
             f"allows: {listed}{more}. Repair or leave out these shards (`dataplane verify` lists "
-            "the damage), or raise bad_max=",
-            shard=rows[0].url if rows else None,
+            f"the damage), or raise bad_max=, to {_share(count, total)} for these rows alone",
+            shard=next(iter(first))[0] if first else None,
         )
 
     def heard(self, job_id: str, count: int) -> None:
@@ -366,8 +372,9 @@ class ReplacedRows:
         if name in known or len(known) >= max(ROWS_MAX, 1 + (delivery.bad_limit or 0)):
             return
         known.add(name)
-        if len(known) <= _LISTED:
-            counted.first.append(row)
+        reason = (row.url, row.reason)
+        if reason in counted.first or len(counted.first) < _LISTED:
+            counted.first.setdefault(reason, []).append(row.row)
         untold = self._untold.setdefault(job_id, {})
         if len(self._untold) > _JOBS_MAX:
             self._untold.popitem(last=False)
@@ -384,6 +391,20 @@ class ReplacedRows:
             "block replaced" if block else "row replaced", job=job_id, shard=row.url, row=row.row,
             instead=row.instead, why=row.reason + last,
         )  # fmt: skip
+
+
+def _numbers(rows: list[int]) -> str:
+    """Name rows: "row 3", "rows 0 to 49", or "5 rows from 3 to 40"."""
+    first, last = min(rows), max(rows)
+    if first == last:
+        return f"row {first}"
+    is_run = last - first + 1 == len(rows)
+    return f"rows {first} to {last}" if is_run else f"{len(rows)} rows from {first} to {last}"
+
+
+def _share(count: int, total: int) -> str:
+    """Return a share of the total, rounded up, that is enough for this count."""
+    return f"{min(1.0, math.ceil(count / max(total, 1) * 1e4) / 1e4):g}"
 
 
 # -- sizes of slabs -------------------------------------------------------------------------------

@@ -301,6 +301,17 @@ def test_a_bad_block_is_one_line_in_the_log(tmp_path: Path, service: str) -> Non
     assert "row replaced job=blocks" not in log.read()
 
 
+def test_bad_blocks_are_one_entry_each_of_the_error(tmp_path: Path, service: str) -> None:
+    options = {**OPTIONS, "shuffle": False, "bad_max": 1 / ROWS}
+    with (
+        DataLoader(folder_of(tmp_path, "parquet"), 12, **options) as loader,
+        pytest.raises(CorruptShard, match=r"0\.parquet rows 20 to 2\d: ") as caught,
+    ):
+        list(loader)
+    assert str(caught.value).count("replaced by") == 1
+    assert "or raise bad_max=, to 0.0" in str(caught.value)
+
+
 def test_a_collate_that_takes_no_row_ends_the_run(tmp_path: Path, service: str) -> None:
     pq.write_table(pa.table({"id": [7] * 20}), tmp_path / "0.parquet")
     options = {**OPTIONS, "bad_max": 1, "collate": "user_functions:refuses"}
