@@ -206,7 +206,8 @@ def test_what_a_member_says_of_itself_fits_into_a_promise() -> None:
 
 def delivery_of(incarnation: str, bad_limit: int | None) -> Any:
     launch = incarnation, "digest"
-    return SimpleNamespace(job_id="j", is_for_nodes=False, launch=launch, bad_limit=bad_limit)
+    facts = {"is_for_nodes": False, "launch": launch, "bad_limit": bad_limit, "datasets": ()}
+    return SimpleNamespace(job_id="j", **facts)
 
 
 def test_rows_are_counted_for_one_launch() -> None:

@@ -125,7 +125,7 @@ def test_codes_of_a_mixture_are_those_of_all_its_sources(tmp_path: Path) -> None
     (tmp_path / "three").mkdir()
     (tmp_path / "three" / "0.parquet").write_bytes(parquet_bytes(table, row_group_size=1))
     mixture = Mixture({"one": one, "three": Source(tmp_path / "three", weight=0.5)})
-    with pytest.raises(ConfigError, match="is large_binary in source 'one' and int64 in 'three'"):
+    with pytest.raises(ConfigError, match="has text in source 'one' and int64 in 'three'"):
         next(iter(DataLoader(mixture, batch_size=2, codes=["kind"])))
 
 
