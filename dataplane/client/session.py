@@ -97,7 +97,7 @@ class Session:
         self.following: OpenJob | None = None
         """The loader's own request, while a former stage is read to the end of its epoch."""
         self.asked_weights = ""
-        """Those of the state of which a former stage is read to the end of its epoch."""
+        """The hash of the weights in the state whose epoch is finished with a former recipe."""
         self._ahead: Ahead | None = None
         self._job: JobOpened | None = None
         self._state: tuple[JobOpened, RunState] | None = None

@@ -7,6 +7,7 @@ since the digest covers the dataset's urls. See plan/views.py for a dataset's id
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -520,25 +521,26 @@ def _mark(saved: Mapping[object, object]) -> LedgerMark | None:
 
 def _gone(saved: Mapping[str, Any]) -> tuple[TakenOut, ...]:
     stored, names = saved.get("taken_out", []), TakenOut.__struct_fields__
-    try:
-        rows = [
-            msgspec.convert(dict(zip(names, row, strict=False)), complete(TakenOut))
-            for row in msgspec.convert(_plain(stored), complete(tuple[list[str | int | None], ...]))
-        ]
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"this state is damaged: its taken_out is {stored!r:.160}", key="taken_out"
-        ) from error
-    return tuple(rows)
+    with _naming_damage("taken_out", stored):
+        rows = msgspec.convert(_plain(stored), complete(tuple[list[str | int | None], ...]))
+        named = [dict(zip(names, row, strict=False)) for row in rows]
+        return msgspec.convert(named, complete(tuple[TakenOut, ...]))
 
 
 def _ahead(saved: Mapping[str, Any]) -> Ahead | None:
     stored = saved.get("ahead")
-    try:
+    with _naming_damage("ahead", stored):
         return None if stored is None else msgspec.convert(_plain(stored), complete(Ahead))
+
+
+@contextlib.contextmanager
+def _naming_damage(key: str, stored: object) -> Iterator[None]:
+    """Raise the errors of a value in a state as ConfigErrors that name its key."""
+    try:
+        yield
     except (ValueError, RecursionError) as error:
         raise ConfigError(
-            f"this state is damaged: its ahead is {stored!r:.160}", key="ahead"
+            f"this state is damaged: its {key} is {stored!r:.160}", key=key
         ) from error
 
 

@@ -259,7 +259,7 @@ class _Look:
                 self.shots.append(self._shot(name, at, value, images.get(name)))
 
     def _name_shots(self) -> None:
-        """Say of which sample each image is, and which images cannot be decoded."""
+        """Add to each image the name of its sample; note the images that cannot be decoded."""
         for column in dict.fromkeys(shot["column"] for shot in self.shots):
             shots = [shot for shot in self.shots if shot["column"] == column]
             for shot, sample in zip(shots, self.samples, strict=False):

@@ -126,7 +126,7 @@ def reason_of(error: DataplaneError, url: object) -> str:
 
 
 MANY_MIN, MANY_SHARE = 16, 2
-_REASON_MAX = 300
+REASON_MAX = 300
 
 
 def bad_rows(
@@ -158,7 +158,7 @@ def bad_rows(
             middle = (first + stop) // 2
             todo += [(middle, stop), (first, middle)]
             continue
-        bad[first] = reason_of(error, error.nouns.get("shard"))[:_REASON_MAX]
+        bad[first] = reason_of(error, error.nouns.get("shard"))[:REASON_MAX]
         is_most = len(bad) > max(MANY_MIN, count // MANY_SHARE) or len(bad) == count
         if is_block and is_most:
             raise fault

@@ -205,7 +205,7 @@ def image_groups(fields: Iterable[str]) -> list[list[str]]:
 
 
 def fields_of(column: pa.Field) -> list[str]:
-    """Return the fields of which a column consists; its own name comes first."""
+    """Return the fields that make up a column; its own name comes first."""
     noted = json.loads((column.metadata or {}).get(EXTENSIONS, b"[]"))
     return [column.name, *(field for field in noted if field != column.name)]
 

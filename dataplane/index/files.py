@@ -204,7 +204,7 @@ def _members(table: str, urls: Sequence[str], connect: Connect) -> list[ObjectIn
 
 
 def check_files(manifest: Manifest, schema: pa.Schema) -> None:
-    """Refuse a table of paths of which files are not there.
+    """Refuse a table of paths if files that it names are not there.
 
     Raises:  ShardNotFound: names the first of them.
     """

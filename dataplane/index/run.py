@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from typing_extensions import Buffer
 
 from dataplane.formats.base import Block, Format, ShardIndex
-from dataplane.formats.faults import MANY_MIN, MANY_SHARE, reason_of
+from dataplane.formats.faults import MANY_MIN, MANY_SHARE, REASON_MAX, reason_of
 from dataplane.formats.joint_types import is_inferred, same_type
 from dataplane.formats.nulls import aligned, alignment, node_count
 from dataplane.formats.source import read_in_threads
@@ -49,7 +49,6 @@ BeginBatches = Callable[[Format, Sequence[ObjectInfo]], "ShardBatches | None"]
 """Begins to index these shards in batches; None if they are to be indexed one by one."""
 Progress = Callable[["IndexProgress"], None]
 _Single = tuple[int, "Future[ShardIndex]"]
-_REASON_MAX = 300
 
 
 class IndexProgress(Struct, frozen=True):
@@ -188,7 +187,7 @@ class IndexRun:
         for number, (shard, index) in enumerate(zip(self._listed, indexes, strict=True)):
             if number in self.left_out:
                 reason = reason_of(self.left_out[number], shard.url)
-                shard = replace(shard, etag=f"{LEFT_OUT}{reason:.{_REASON_MAX}}")  # noqa: PLW2901
+                shard = replace(shard, etag=f"{LEFT_OUT}{reason:.{REASON_MAX}}")  # noqa: PLW2901
             shape = shapes.get(id(index.schema))
             if shape is None:
                 shape = shapes[id(index.schema)] = _Shape.of(schema, index.schema)

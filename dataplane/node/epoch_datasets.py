@@ -74,7 +74,7 @@ class EpochDatasets:
         self._drop_unused()
 
     def _drop_unused(self) -> None:
-        """Drop the datasets without streams of which no block is in use any more."""
+        """Drop the datasets without streams whose blocks are no longer in use."""
         for dataset in [dataset for dataset in self._left if not dataset.blocks.marks.keys.any()]:
             self._left.remove(dataset)
             del self._known[dataset.dataset_id]

@@ -51,9 +51,11 @@ class BatchSampler:
         """This rank's samples of an epoch."""
         if self.parts:
             return mixed(self.parts, self.seed + epoch)[self.rank :: self.size]
-        generator = torch.Generator().manual_seed(self.seed + epoch)
-        every = torch.randperm(self.count, generator=generator)
-        order = torch.arange(self.count) if self.in_order else every
+        if self.in_order:
+            order = torch.arange(self.count)
+        else:
+            generator = torch.Generator().manual_seed(self.seed + epoch)
+            order = torch.randperm(self.count, generator=generator)
         result: NDArray[np.int64] = order[self.rank :: self.size].contiguous().numpy()
         return result
 
