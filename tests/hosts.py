@@ -135,16 +135,12 @@ def _tell_reads(service: Service, plan: Plan, job: Job, tell: _Tell) -> None:
         for one in reads
     ]
     tell("origin", [asdict(one) for one in reads], "\n".join(lines))
-    predicted = plan.predicted_bytes(len(job.ranks), len(reads))
-    told = ", ".join(f"{one / 1e6:.1f} MB" for one in predicted)
-    tell("predicted", predicted, f"at least, as `dataplane plan` says: {told}")
     hosts = len({rank.host.address for rank in job.ranks})
     later = later_reads(plan, reads, len(job.ranks), hosts)
     tell("eviction", asdict(later), (
-        f"epochs after the first read {later.measured_bytes / 1e6:.1f} MB from the store, predicted "
-        f"{later.predicted_bytes / 1e6:.1f} MB; LRU with the same memory would read "
-        f"{later.least_recent_bytes / 1e6:.1f} MB, {later.better:.2f} times as much (predicted: "
-        f"{later.predicted_better:.2f} times)"
+        f"epochs after the first read {later.measured_bytes / 1e6:.1f} MB from the store; LRU with "
+        f"the same memory would read {later.least_recent_bytes / 1e6:.1f} MB, "
+        f"{later.better:.2f} times as much"
     ))  # fmt: skip
     counts = service.reads()
     told = ", ".join(

@@ -8,17 +8,13 @@ from pathlib import Path
 
 import numpy as np
 from caches import least_recent
-from hosts_service import BUCKET, DELIVERY_MIB, SLAB_BYTES, Job, Shape
-from msgspec import structs
+from hosts_service import BUCKET, Job, Shape
 
-from dataplane.commands.plan_reads import reads_and_advice
 from dataplane.index.indexing import index_dataset
 from dataplane.model.config import JobSpec
 from dataplane.node.dataset import can_pack, dataset_of
-from dataplane.plan.cluster import Cluster
 from dataplane.plan.defaults import BlockSizes, shuffle_of
 from dataplane.plan.order import Order
-from dataplane.settings import default_node_config
 
 AHEAD_SLABS = 40
 """More than a node plans ahead of a trainer, with small slabs."""
@@ -65,21 +61,6 @@ class Plan:
         blocks, rows = self.order(epoch).locate(np.arange(self.manifest.sample_count))
         return self._first[blocks] + rows
 
-    def predicted_bytes(self, size: int, epochs: int) -> list[int]:
-        """What `dataplane plan` says that nodes which lend each other blocks read from the store at
-        least in so many epochs, with so many ranks.
-        """
-        shape = self.shape
-        config = structs.replace(
-            default_node_config(), block_arena_bytes=self.arena_bytes,
-            slab_bytes=SLAB_BYTES, delivery_bytes_per_rank=DELIVERY_MIB << 20, cache_bytes=0,
-        )  # fmt: skip
-        cluster = Cluster(size, shape.ranks)
-        reads, _ = reads_and_advice(self.manifest, self.spec, cluster, config, self.order(0))
-        assert reads is not None
-        first, later = (reads.with_neighbours or reads.alone).epochs
-        return [first.origin_bytes, *[later.origin_bytes] * (epochs - 1)]
-
     def least_recent_bytes(self, size: int, hosts: int, epochs: int) -> int:
         """Return the bytes that so many epochs would read from the store if all nodes were one LRU cache."""
         marks = self.dataset.marks
@@ -105,22 +86,16 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class LaterReads:
-    """Bytes that the epochs after the first one read from the store: as measured, as predicted, and
-    of an LRU cache of all the memory, which reads nothing ahead. `better` and `predicted_better`:
-    how many times as much LRU reads.
+    """Bytes that the epochs after the first one read from the store: as measured, and of an LRU
+    cache of all the memory, which reads nothing ahead. `better`: how many times as much LRU reads.
     """
 
     measured_bytes: int
-    predicted_bytes: int
     least_recent_bytes: int
 
     @property
     def better(self) -> float:
         return self.least_recent_bytes / max(self.measured_bytes, 1)
-
-    @property
-    def predicted_better(self) -> float:
-        return self.least_recent_bytes / max(self.predicted_bytes, 1)
 
 
 def later_reads(plan: Plan, reads: Sequence[EpochReads], ranks: int, hosts: int) -> LaterReads:
@@ -128,10 +103,8 @@ def later_reads(plan: Plan, reads: Sequence[EpochReads], ranks: int, hosts: int)
     it.
     """
     count, whole = len(reads), int(plan.manifest.block_length.sum())
-    predicted = plan.predicted_bytes(ranks, count)
     return LaterReads(
         sum(each.origin_bytes for each in reads[1:]),
-        sum(predicted[1:]),
         plan.least_recent_bytes(ranks, hosts, count) - whole,
     )
 

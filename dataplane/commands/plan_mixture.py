@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,7 +17,6 @@ from msgspec.structs import replace
 
 from dataplane.commands import output
 from dataplane.commands.options import PacksAsked, Settings
-from dataplane.commands.plan_reads import fleet, show_fleet, show_host_counts
 from dataplane.model.config import JobSpec
 from dataplane.model.errors import ConfigError, DatasetChangedError
 from dataplane.model.records import End, Topology, View
@@ -26,6 +25,7 @@ from dataplane.settings import node_config
 if TYPE_CHECKING:
     from dataplane.plan.explain import MixtureExplanation, SourcePlan
     from dataplane.plan.manifest import Manifest
+    from dataplane.plan.shuffled import HostFigures
     from dataplane.rpc.messages import JobOpened, OpenJob
     from dataplane.transforms.mixture_options import Mixture
 
@@ -144,7 +144,6 @@ def show_mixture(
     format_name: str,
     workers: int,
     as_json: bool,
-    with_fleet: bool,
 ) -> None:
     """Open the mixture as a job, and print the plan of an epoch of it.
 
@@ -160,10 +159,8 @@ def show_mixture(
     epoch = question.epoch
     explanation = explain_mixture(job.spec, manifests, cluster, epoch)
     explanation = dataclasses.replace(explanation, warnings=(*job.advice, *explanation.warnings))
-    sizes = fleet(explanation.by_host_count, node_config(settings)) if with_fleet else []
     if as_json:
-        of_fleet = {"fleet": [*map(dataclasses.asdict, sizes)]} if sizes else {}
-        output.write_json({**dataclasses.asdict(explanation), **of_fleet})
+        output.write_json(dataclasses.asdict(explanation))
         return
     output.write_table(("", "", ""), _lines(explanation))
     output.stdout().print()
@@ -178,11 +175,31 @@ def show_mixture(
     )
     rows = [_row(source, explanation.sample_count) for source in explanation.sources]
     output.write_table(headings, rows, f"what epoch {epoch} has of each source")
-    show_host_counts(explanation.by_host_count, are_reads_counted=False)
-    if with_fleet:
-        show_fleet(sizes, are_neighbours=bool(node_config(settings).data_listen))
+    show_host_counts(explanation.by_host_count)
     for warning in explanation.warnings:
         output.warn(warning)
+
+
+def show_host_counts(figures: Sequence[HostFigures]) -> None:
+    """Print the costs of each host, for 1 to 1,024 hosts."""
+    size = output.approximate_bytes
+    output.stdout().print()
+    headings = (
+        *("hosts", "ranks", "lanes a rank", "open windows, about"),
+        *("reads, about", "times its share"),
+    )
+    rows = [
+        (
+            f"{figure.host_count:,}",
+            f"{figure.dp_size:,}",
+            f"{figure.lanes_per_rank:,}",
+            size(figure.open_window_bytes_per_host),
+            size(figure.bytes_read_per_host),
+            f"{figure.reads_times_share:.2f}",
+        )
+        for figure in figures
+    ]
+    output.write_table(headings, rows, "what each host takes, for so many hosts")
 
 
 def _opened(

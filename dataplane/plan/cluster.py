@@ -9,11 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 from msgspec import Struct
-from numpy.typing import NDArray
 
 from dataplane.model.errors import ConfigError
 from dataplane.plan.permute import GAMMA, mix, mix_in_place
-from dataplane.plan.windows import Int64
 
 # Estimates are computed over this many lanes.
 _LANES_SEEN = 64
@@ -64,18 +62,6 @@ class Cluster(Struct, frozen=True):
         # `first` is on the host, too.
         reached = (behind <= more) | (start + meeting - behind < stop)
         return full + int(reached.sum())
-
-    def reads(self, host: int, first: Int64, last: Int64, lanes: int) -> NDArray[np.bool_]:
-        """Return whether a host may read blocks that the lanes from `first` to `last` contain.
-
-        Shapes:  first, last: int64[n].   result: bool[n].
-        """
-        meeting, found = self.meeting(lanes), np.zeros(len(first), np.bool_)
-        start = host * self.ranks_per_host
-        stop = min(start + self.ranks_per_host, self.dp_size)
-        for rank in range(start, min(stop, start + meeting)):
-            found |= (rank - first) % meeting <= last - first
-        return found
 
     def hosts_per_block(self, lanes: int, blocks: float) -> float:
         """Estimate how many hosts read a block, for blocks of equal size: the hosts of its lane; if

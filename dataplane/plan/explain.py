@@ -1,7 +1,7 @@
 """Compute what `dataplane plan` shows: what an order costs a cluster, and how well it shuffles.
 
-The numbers follow from lanes, windows and blocks. Displacement, and blocks and shards in a batch,
-are sampled at positions chosen by the keyed hash, so that the result is always the same.
+The numbers follow from lanes, windows and mean sizes of blocks, so computing them is fast for any
+dataset.
 """
 
 from __future__ import annotations
@@ -22,25 +22,18 @@ from dataplane.plan.mixed_order import MixedOrder
 from dataplane.plan.mixture import EpochPlan, Shares
 from dataplane.plan.order import Order
 from dataplane.plan.orders import job_order, mixed_of
-from dataplane.plan.permute import Domain, key
 from dataplane.plan.quality import quality, unshuffled_quality
 from dataplane.plan.shuffled import (
-    BlockHosts,
     HostFigures,
     ShuffledSource,
     figures_by_host_count,
+    hosts_per_block,
     open_bytes,
     source_of_mixture,
 )
 from dataplane.plan.slices import Slice
 from dataplane.plan.windows import WINDOW_CACHE_BYTES, Windows
 
-# The number of ranges of the order that are sampled, and their minimum and maximum length. Each
-# sample of a range may open the window of another lane. All ranges together compute at most
-# _PROBE_ENTRIES entries of permutations, which takes about two seconds.
-_PROBES = 16
-_PROBE_SAMPLES = (1024, 65_536)
-_PROBE_ENTRIES = 1 << 25
 _DROP_SHARE_MAX = 0.01
 
 
@@ -48,15 +41,9 @@ _DROP_SHARE_MAX = 0.01
 class Explanation:
     """The cost of one epoch, and the quality of its shuffle. Times are not estimated.
 
-    `hosts_per_block_*` counts the hosts that may need a block. It is an upper bound: a host is
-    counted even if its ranks happen to take none of the block's samples. `displacement` is the mean
-    distance between a sample's position and its place in the dataset, relative to a perfect
-    shuffle: 0 is the dataset's own order, 1 is perfect, and larger values are shown as 1.
-    `blocks_per_batch` and `shards_per_batch` count the distinct blocks and shards in a global
-    batch; their `_perfect` counterparts are those of a perfect shuffle. If a batch is too long, or
-    opens too many long windows, only its first `probed_per_batch` samples are counted. `quality` is
-    the entropy of a batch's labels if the dataset is sorted by 100 labels, relative to a perfect
-    shuffle, and holds for all epochs but the first. `quality_of_epoch_0` is lower if the ramp
+    `hosts_per_block` is how many hosts read a block, on average. `quality` is the entropy of a
+    batch's labels if the dataset is sorted by 100 labels, relative to a perfect shuffle, and holds
+    for all epochs but the first. `quality_of_epoch_0` is lower if the ramp
     covers much of the dataset: the first windows of a lane have `ramp_windows` samples, and from
     position `ramp_end` of epoch 0 on, all lanes have full windows.
     """
@@ -69,15 +56,8 @@ class Explanation:
     lanes_per_rank: int
     host_count: int
     open_window_bytes_per_host: int
-    hosts_per_block_mean: float
-    hosts_per_block_max: int
+    hosts_per_block: float
     bytes_read_per_host: int
-    displacement: float
-    probed_per_batch: int
-    blocks_per_batch: float
-    blocks_per_batch_perfect: float
-    shards_per_batch: float
-    shards_per_batch_perfect: float
     quality: float
     quality_of_epoch_0: float
     ramp_windows: tuple[int, ...]
@@ -101,17 +81,13 @@ def explain(
     """
     samples, global_batch, end = manifest.sample_count, steps.global_batch, steps.end
     step_count = Slice(steps).step_count
-    rows, lengths = manifest.block_rows, manifest.block_length
-    readers = BlockHosts.of(order)
-    hosts = readers.counts(cluster, rows)
     lanes_per_host = cluster.lanes_per_host(order.lanes)
-    sizes = BlockSizes.of(rows, manifest.block_decoded)
-    stored = int(lengths.sum(dtype=np.int64))
+    sizes = BlockSizes.of(manifest.block_rows, manifest.block_decoded)
+    stored = int(manifest.block_length.sum(dtype=np.int64))
     whole = (ShuffledSource(sizes, order.window, global_batch, stored),)
-    probed = _probe(manifest, order, min(global_batch, samples))
     ramp = ramp if order.shuffle else 0
     windows = _ramp_windows(order, ramp)
-    read = readers.read_bytes(cluster, rows, lengths)
+    hosts = hosts_per_block(whole, order.lanes, cluster)
     covered = step_count * global_batch
     dropped = samples - covered if end is End.DROP else 0
     return Explanation(
@@ -123,22 +99,13 @@ def explain(
         lanes_per_rank=cluster.lanes_per_rank(order.lanes),
         host_count=cluster.host_count,
         open_window_bytes_per_host=open_bytes(whole, lanes_per_host),
-        hosts_per_block_mean=float(hosts.mean()),
-        hosts_per_block_max=int(hosts.max()),
-        bytes_read_per_host=round(read / cluster.host_count),
-        displacement=min(probed.displacement, 1.0),
-        probed_per_batch=probed.batch,
-        blocks_per_batch=probed.blocks,
-        blocks_per_batch_perfect=probed.blocks_perfect,
-        shards_per_batch=probed.shards,
-        shards_per_batch_perfect=probed.shards_perfect,
+        hosts_per_block=hosts,
+        bytes_read_per_host=round(stored * hosts / cluster.host_count),
         quality=_quality(sizes, order, 0, global_batch),
         quality_of_epoch_0=_quality(sizes, order, ramp, global_batch),
         ramp_windows=windows,
         ramp_end=min(order.lanes * sum(windows), samples),
-        by_host_count=figures_by_host_count(
-            whole, order.lanes, cluster, lambda some: readers.read_bytes(some, rows, lengths)
-        ),
+        by_host_count=figures_by_host_count(whole, order.lanes, cluster),
         warnings=tuple(_warnings(order, lanes_per_host, dropped)),
     )
 
@@ -160,55 +127,6 @@ def _ramp_windows(order: Order, ramp: int) -> tuple[int, ...]:
         start, stop = windows.bounds_of(0, stop)
         found.append(stop - start)
     return tuple(found)
-
-
-@dataclass(frozen=True, slots=True)
-class _Probed:
-    displacement: float
-    batch: int
-    blocks: float
-    blocks_perfect: float
-    shards: float
-    shards_perfect: float
-
-
-def _probe(manifest: Manifest, order: Order, batch: int) -> _Probed:
-    samples = manifest.sample_count
-    shortest, longest = _PROBE_SAMPLES
-    length = min(max(batch, shortest), longest, samples)
-    if min(order.lanes, length) * order.window > _PROBE_ENTRIES:
-        length = max(1, _PROBE_ENTRIES // order.window)
-    batch = min(batch, length)
-    entries = min(order.lanes, length) * order.window
-    count = max(1, min(_PROBES, _PROBE_ENTRIES // entries, samples // length))
-    starts = np.cumsum(manifest.block_rows) - manifest.block_rows
-    distance, perfect, blocks, shards = 0.0, 0.0, 0, 0
-    for probe in range(count):
-        begin = key(order.seed, Domain.PROBE, order.epoch, probe) % (samples - length + 1)
-        positions = np.arange(begin, begin + length, dtype=np.int64)
-        block, row = order.locate(positions)
-        sample = starts[block] + row
-        distance += float(np.abs(sample - positions).sum())
-        # The average distance from position t to a random place in [0, N).
-        place = positions / samples
-        perfect += float((place**2 + (1 - place) ** 2).sum()) * samples / 2
-        blocks += len(np.unique(block[:batch]))
-        shards += len(np.unique(manifest.block_shard[block[:batch]]))
-    shard_rows = np.bincount(manifest.block_shard, weights=manifest.block_rows)
-    return _Probed(
-        displacement=distance / perfect,
-        batch=batch,
-        blocks=blocks / count,
-        blocks_perfect=_perfect(manifest.block_rows / samples, batch),
-        shards=shards / count,
-        shards_perfect=_perfect(shard_rows / samples, batch),
-    )
-
-
-def _perfect(shares: np.ndarray[tuple[int, ...], np.dtype[np.float64]], batch: int) -> float:
-    """Return the expected number of distinct groups that `batch` independent draws hit."""
-    with np.errstate(divide="ignore"):
-        return float(-np.expm1(np.log1p(-np.minimum(shares, 1.0)) * batch).sum())
 
 
 def _warnings(order: Order, lanes_per_host: int, dropped: int) -> list[str]:

@@ -1,20 +1,16 @@
 """Estimate what a shuffle over a dataset or a mixture reads, and what it costs each host, for any
 number of hosts.
 
-All numbers are computed from mean sizes, which is fast for any dataset; only the reads of a single
-dataset whose order is known are counted exactly.
+All numbers are computed from mean sizes, which is fast for any dataset.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
 
-import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
-from numpy.typing import NDArray
 
 from dataplane.model.config import JobSpec, SourceSpec
 from dataplane.plan.cluster import Cluster
@@ -29,13 +25,9 @@ from dataplane.plan.defaults import (
     source_window,
 )
 from dataplane.plan.mixture import ROUND_STEPS
-from dataplane.plan.order import Order
 from dataplane.plan.quality import quality
-from dataplane.plan.windows import Int64
 
 _HOST_COUNTS = tuple(1 << power for power in range(11))
-_PIECE = 1 << 18
-_NONE = np.empty(0, np.int64)
 
 
 class ShuffledSource(Struct, frozen=True):
@@ -56,8 +48,7 @@ class ShuffledSource(Struct, frozen=True):
 @dataclass(frozen=True, slots=True)
 class HostFigures:
     """The costs of each host in a cluster of `hosts` hosts with the same number of ranks.
-    `reads_times_share` is 1 if no block is read by two hosts. Memory for open windows is an
-    estimate from mean sizes; so are a mixture's reads.
+    `reads_times_share` is 1 if no block is read by two hosts. Reads and memory are estimates.
     """
 
     host_count: int
@@ -102,14 +93,15 @@ def source_of_mixture(
 
 
 def hosts_per_block(sources: Sequence[ShuffledSource], lanes: int, cluster: Cluster) -> float:
-    """Return how many hosts read a block, on average over all bytes."""
+    """Return how many hosts read a block, on average over all bytes: at most one a row."""
     stored = sum(source.stored_bytes for source in sources)
+    rows = max((source.sizes.usual_rows for source in sources), default=1)
     if not stored or lanes == 1:
-        return cluster.hosts_per_block(lanes, 1)
+        return min(cluster.hosts_per_block(lanes, 1), rows)
     on_border = sum(
         source.stored_bytes * min(lanes / source.sizes.blocks, 1.0) for source in sources
     )
-    return cluster.hosts_per_block(lanes, lanes * stored / on_border)
+    return min(cluster.hosts_per_block(lanes, lanes * stored / on_border), rows)
 
 
 def open_bytes(sources: Sequence[ShuffledSource], lanes_open: int) -> int:
@@ -117,96 +109,14 @@ def open_bytes(sources: Sequence[ShuffledSource], lanes_open: int) -> int:
     return lanes_open * sum(source.sizes.open_window_bytes(source.window) for source in sources)
 
 
-class BlockHosts(Struct, frozen=True, eq=False):
-    """The lanes that contain each of K blocks of an order: lane `first`, and for each block that is
-    `on_border` of several lanes, the next `more` lanes. Fewer blocks than lanes are on a border.
-    A host that reads a lane may read all of its blocks, even if its ranks happen to take no sample
-    of a block.
-
-    Shapes:  first: integer[K].   on_border: int64[m], blocks, ascending.   more: int64[m].
-    """
-
-    lanes: int
-    first: NDArray[np.integer]
-    on_border: Int64
-    more: Int64
-
-    @classmethod
-    def of(cls, order: Order) -> Self:
-        """Return the lanes of all blocks of the order."""
-        # Use the narrowest type that holds all lanes, which saves memory and time.
-        count, lanes = order.block_count, np.min_scalar_type(-order.lanes)
-        first, on_border, more = np.empty(count, lanes), [_NONE], [_NONE]
-        for start in range(0, count, _PIECE):
-            blocks = np.arange(start, min(start + _PIECE, count))
-            head, tail = order.block_lanes(blocks)
-            first[start : start + _PIECE] = head
-            on_border.append(blocks[tail != head])
-            more.append((tail - head)[tail != head])
-        return cls(order.lanes, first, np.concatenate(on_border), np.concatenate(more))
-
-    def counts(self, cluster: Cluster, block_rows: NDArray[np.integer]) -> Int64:
-        """Return how many hosts may read each block: at most the number of its samples.
-
-        Shapes:  block_rows: integer[K].   result: int64[K].
-        """
-        meeting, known = cluster.meeting(self.lanes), dict[tuple[int, int], int]()
-        alone = [cluster.hosts_of(lane, 0, self.lanes) for lane in range(meeting)]
-        hosts: Int64 = np.array(alone, np.int64)[self._remainders(meeting)]
-        lanes = (self._border_lanes() % meeting).tolist()
-        names = list(zip(lanes, np.minimum(self.more, meeting - 1).tolist(), strict=True))
-        for lane, more in names:
-            if (lane, more) not in known:
-                known[lane, more] = cluster.hosts_of(lane, more, self.lanes)
-        hosts[self.on_border] = [known[name] for name in names]
-        np.minimum(hosts, block_rows, out=hosts)
-        return hosts
-
-    def read_bytes(
-        self, cluster: Cluster, block_rows: NDArray[np.integer], block_bytes: NDArray[np.integer]
-    ) -> float:
-        """Return the bytes that all hosts together read, if each reads these parts of the blocks.
-
-        Shapes:  block_rows, block_bytes: integer[K].
-        """
-        by_count = np.bincount(self.counts(cluster, block_rows), block_bytes)
-        return float(by_count @ np.arange(len(by_count)))
-
-    def are_read(self, cluster: Cluster, host: int) -> NDArray[np.bool_]:
-        """Return which blocks a host may read.
-
-        Shapes:  result: bool[K].
-        """
-        alone = np.arange(cluster.meeting(self.lanes))
-        of_lanes = cluster.reads(host, alone, alone, self.lanes)
-        read: NDArray[np.bool_] = of_lanes[self._remainders(len(alone))]
-        first = self._border_lanes()
-        read[self.on_border] = cluster.reads(host, first, first + self.more, self.lanes)
-        return read
-
-    def _remainders(self, meeting: int) -> NDArray[np.integer]:
-        return self.first if meeting == self.lanes else self.first % self.first.dtype.type(meeting)
-
-    def _border_lanes(self) -> Int64:
-        return self.first[self.on_border].astype(np.int64)
-
-
 def figures_by_host_count(
-    sources: Sequence[ShuffledSource],
-    lanes: int,
-    cluster: Cluster,
-    read_bytes: Callable[[Cluster], float] | None = None,
+    sources: Sequence[ShuffledSource], lanes: int, cluster: Cluster
 ) -> tuple[HostFigures, ...]:
-    """Return the figures for 1 to 1,024 hosts like those of this cluster. `read_bytes` returns the
-    counted reads of all hosts of a cluster, if they were counted.
-    """
+    """Return the figures for 1 to 1,024 hosts like those of this cluster."""
     figures, stored = [], sum(source.stored_bytes for source in sources)
     for hosts in _HOST_COUNTS:
         some = Cluster(hosts * cluster.ranks_per_host, cluster.ranks_per_host)
-        if read_bytes is None or not stored:
-            times = hosts_per_block(sources, lanes, some)
-        else:
-            times = read_bytes(some) / stored
+        times = hosts_per_block(sources, lanes, some)
         figures.append(
             HostFigures(
                 hosts,

@@ -383,7 +383,7 @@ def test_what_was_sent_last_is_kept_for_others_and_what_was_sent_first_may_go():
 
 # The code that makes a job's order, and that which explains its lanes and windows.
 ORDER_MAKERS = {"plan/order.py", "plan/explain.py", "plan/shuffled.py", "commands/plan.py",
-                "commands/plan_reads.py", "plan/orders.py", "plan/mixed_order.py",
+                "plan/orders.py", "plan/mixed_order.py",
                 "plan/tombstones.py", "node/own_reads.py", "node/counts.py"}  # fmt: skip
 
 

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from caches import fewest, least_recent
+from caches import fewest, kept_share, least_recent, open_bytes_max
 from driven_epochs import FILE_BYTES, PAGE, DrivenEpochs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataplane.commands.plan_reads import kept_share, open_bytes_max
 from dataplane.model.config import JobSpec
 from dataplane.model.records import Region
 from dataplane.node.dataset import dataset_of
