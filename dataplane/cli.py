@@ -18,9 +18,8 @@ import click
 from dataplane.base import trace
 from dataplane.commands import output
 from dataplane.commands.doctor import doctor
-from dataplane.commands.formats import formats
 from dataplane.commands.index import index
-from dataplane.commands.inspect import inspect
+from dataplane.commands.inspect import formats, inspect
 from dataplane.commands.ledger import ledger, mix, skip, tombstone
 from dataplane.commands.look import look_at_step
 from dataplane.commands.options import (

@@ -213,13 +213,13 @@ def _check_security(settings: Settings, *, as_json: bool) -> int:
 
 
 def _check_service(settings: Settings, seconds: float, *, as_json: bool) -> int:
-    from dataplane.commands import doctor_service
+    from dataplane.commands import doctor_checks
 
     address = str(settings["join"].value)
     if not address:
         raise click.UsageError("Missing argument 'URL...', or --join for a running service.")
     security = security_given(settings, listens=False)
-    checks = asyncio.run(doctor_service.checks(address, security, seconds))
+    checks = asyncio.run(doctor_checks.service_checks(address, security, seconds))
     return _report(checks, f"service at {address}", as_json=as_json)
 
 

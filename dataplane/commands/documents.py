@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataplane.commands.datasets import read_block, row_names, schema_of
-from dataplane.commands.packs import read_mapped
+from dataplane.commands.own_node import read_mapped
 from dataplane.model.changes import (
     Changes,
     TakenDocument,

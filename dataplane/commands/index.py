@@ -103,7 +103,7 @@ def index(
         manifest = with_codes(manifest, codes.split(","), format_name, settings)
     of_packs: dict[str, object] = {}
     if packs is not None:
-        from dataplane.commands.packs import with_packs
+        from dataplane.commands.own_node import with_packs
 
         counted = with_packs(of_view, packs, format_name, settings, view, seed)
         of_packs = counted.facts()

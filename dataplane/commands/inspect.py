@@ -1,10 +1,13 @@
-"""`dataplane inspect`: show the contents of a dataset."""
+"""`dataplane inspect`: show the contents of a dataset; `dataplane formats`: the formats that can be
+read.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import click
+from msgspec import to_builtins
 
 from dataplane.commands import output
 from dataplane.commands.options import (
@@ -17,6 +20,7 @@ from dataplane.commands.options import (
     view_options,
     workers_option,
 )
+from dataplane.formats import registry
 from dataplane.model.records import View
 from dataplane.settings import node_config
 
@@ -128,3 +132,22 @@ def short(value: object) -> str:
     text = str(value)
     cut = len(text) > CELL_CHARACTERS_MAX
     return f"{text[: CELL_CHARACTERS_MAX - 1]}…" if cut else text
+
+
+@click.command("formats")
+@json_option
+@interruptible
+def formats(*, as_json: bool) -> None:
+    """List the formats that can be read, with those that installed packages add.
+
+    \b
+    Examples:
+      dataplane formats
+      dataplane formats --json
+    """
+    known = registry.known_formats()
+    if as_json:
+        output.write_json(to_builtins(known))
+        return
+    rows = [(form.name, " ".join(form.suffixes), form.package, form.needs or "-") for form in known]
+    output.write_table(("format", "suffixes", "package", "needs"), rows)

@@ -134,7 +134,7 @@ def plan(
     manifest, of_packs = opened(urls, format_name, workers, config, view), dict[str, object]()
     spec = JobSpec(manifest.fingerprint, view=view)
     if packs is not None:
-        from dataplane.commands.packs import with_packs
+        from dataplane.commands.own_node import with_packs
 
         counted = with_packs(manifest, packs, format_name, settings, view, question.seed)
         manifest, of_packs = counted.packs, counted.facts()

@@ -212,8 +212,7 @@ def _opened(
 ) -> tuple[JobOpened, list[Manifest]]:
     """Open the job at a node; return it with the manifests of its samples."""
     from dataplane.commands.datasets import opened
-    from dataplane.commands.own_node import own_session
-    from dataplane.commands.packs import imported_map, packs_in
+    from dataplane.commands.own_node import imported_map, own_session, packs_in
     from dataplane.plan.views import rows_only
     from dataplane.rpc.messages import DatasetSource
     from dataplane.transforms.options import only

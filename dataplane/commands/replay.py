@@ -257,7 +257,7 @@ def values_of(
     import pyarrow as pa
 
     from dataplane.commands.datasets import read_block, schema_of
-    from dataplane.commands.packs import read_mapped
+    from dataplane.commands.own_node import read_mapped
     from dataplane.formats.unsupported import supported_names
     from dataplane.plan.views import rows_only
 

@@ -382,7 +382,7 @@ def of_ledger(settings: Settings, options: Mapping[str, Any], ledger: Ledger) ->
 def _stages(settings: Settings, options: Mapping[str, Any]) -> Callable[[Traced, int], Traced]:
     """Return the function that finds the stage of an epoch (`Traced.at`)."""
     from dataplane.commands.datasets import STORES
-    from dataplane.commands.packs import packs_in
+    from dataplane.commands.own_node import packs_in
     from dataplane.index.viewing import viewed
     from dataplane.plan.stages import SourceRead, former_job, sources_of, with_left
     from dataplane.plan.views import rows_only
@@ -460,7 +460,7 @@ def _source(
     """Return a source, from the manifest of its view's rows."""
     if not view.is_counted:
         return TracedSource(name, rows, view)
-    from dataplane.commands.packs import packs_in
+    from dataplane.commands.own_node import packs_in
 
     samples = packs_in(rows, view, spec.seed, node_config(settings))
     return TracedSource(name, samples, view, None if view.pack is None else rows)

@@ -19,7 +19,7 @@ from trusted import TOKEN
 
 from dataplane.cli import run
 from dataplane.client import launch
-from dataplane.commands import doctor_checks, doctor_run, doctor_service
+from dataplane.commands import doctor_checks, doctor_run
 from dataplane.model.config import JobSpec
 from dataplane.model.records import Topology
 from dataplane.rpc.membership import (
@@ -203,7 +203,7 @@ def status_of(
     ],
 )  # fmt: skip
 def test_a_running_service_is_named_by_what_is_wrong_with_it(before, now, words):
-    wrong = [check.found for check in doctor_service.compared(before, now, 5.0) if check.advice]
+    wrong = [check.found for check in doctor_checks.compared(before, now, 5.0) if check.advice]
     assert any(words in found for found in wrong) if words else not wrong
     if "S" not in words and "no byte" not in words:
         assert not any("no byte came" in found for found in wrong)
