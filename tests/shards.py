@@ -13,7 +13,7 @@ import io
 import json
 import struct
 import tarfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import google_crc32c
@@ -255,3 +255,35 @@ def example_bytes(features: Mapping[str, tuple[str, Sequence[Any]]]) -> bytes:
         stored.value.extend(values)
     content: bytes = example.SerializeToString(deterministic=True)
     return content
+
+
+def _examples(rows: Sequence[Row]) -> bytes:
+    kinds = {int: "int64_list", float: "float_list", bytes: "bytes_list"}
+
+    def feature(value: Any) -> tuple[str, list[Any]]:
+        value = value.encode() if isinstance(value, str) else value
+        return kinds[type(value)], [value]
+
+    return tfrecord_bytes(
+        example_bytes({name: feature(value) for name, value in row.items() if value is not None})
+        for row in rows
+    )
+
+
+def _members(rows: Sequence[Row]) -> bytes:
+    return tar_bytes(
+        (f"{at:06d}.{name}", str(value).encode())
+        for at, row in enumerate(rows)
+        for name, value in row.items()
+        if value is not None
+    )
+
+
+WRITERS: dict[str, Callable[[Sequence[Row]], bytes]] = {
+    "parquet": lambda rows: parquet_bytes(pa.Table.from_pylist(list(rows)), row_group_size=10),
+    "arrow": lambda rows: arrow_bytes(pa.Table.from_pylist(list(rows)), rows=10),
+    "jsonl": json_lines,
+    "tfrecord": _examples,
+    "tar": _members,
+}
+"""Shards of rows of numbers and texts, by the suffix of their names."""

@@ -312,3 +312,37 @@ def test_a_state_whose_position_was_changed_goes_on_from_its_value():
     saved = RowsDigest().continued("a", 0, 0).reached(64).to_dict(0, 64)
     moved = RowsDigest.from_dict(saved, 1, 24)
     assert (moved.value, moved.begin) == (saved["value"], 24)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"version": "1"}, {"epoch": -1}, {"epoch": 0.5}, {"epoch": 1 << 62}, {"cursor": 2},
+        {"cursor": True}, {"spec_digest": None}, {"in_last_step": True}, {"in_last_step": 1},
+        {"ledger": {"entry": -1, "head": ""}}, {"ledger": {"entry": 1 << 62, "head": ""}},
+        {"order": -1}, {"sample_count": 1 << 64}, {"options": {"seed": 0.5}},
+    ],
+)  # fmt: skip
+def test_values_that_no_state_has_are_refused(wrong):
+    state = {
+        "version": 2,
+        "order": 2,
+        "spec_digest": "d",
+        "epoch": 0,
+        "cursor": 0,
+        "sample_count": 1,
+    }
+    with pytest.raises(ConfigError):
+        RunState.from_dict(state | wrong)
+
+
+@given(
+    st.none() | st.lists(st.integers())
+    | st.dictionaries(
+        st.sampled_from(["version", "spec_digest", "epoch", "cursor"]),
+        st.none() | st.integers() | st.text(),
+    )
+)  # fmt: skip
+def test_what_is_no_state_is_refused(garbage):
+    with pytest.raises(ConfigError):
+        RunState.from_dict(garbage)

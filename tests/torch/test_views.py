@@ -9,21 +9,12 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from dataplane_torch import DataLoader, Mixture, Source
-from shards import arrow_bytes, example_bytes, json_lines, parquet_bytes, tar_bytes, tfrecord_bytes
+from shards import WRITERS, parquet_bytes
 
 from dataplane.model.errors import ConfigError, SpecMismatch
 
 pytestmark = pytest.mark.usefixtures("shared_node")
 ROWS = 120
-WRITERS = {
-    "parquet": lambda rows: parquet_bytes(pa.Table.from_pylist(rows), row_group_size=30),
-    "arrow": lambda rows: arrow_bytes(pa.Table.from_pylist(rows), rows=30),
-    "jsonl": json_lines,
-    "tfrecord": lambda rows: tfrecord_bytes(
-        example_bytes({"id": ("int64_list", [row["id"]])}) for row in rows
-    ),
-    "tar": lambda rows: tar_bytes((f"{row['id']:06d}.id", str(row["id"]).encode()) for row in rows),
-}
 
 
 def written(folder: Path, suffix: str = "arrow", shards: int = 2) -> str:
