@@ -276,22 +276,6 @@ def test_too_many_mapped_blocks_forget_the_one_that_is_needed_last(
     assert table.resident == [0, 1, 2, 4]
 
 
-def test_in_open_windows_the_least_recently_used_block_is_evicted_first() -> None:
-    table = Table(3, spec=JobSpec("f", shuffle=True, lanes=1, window=1000, global_batch=2))
-    assert table.load(2)
-    assert table.load(6)
-    for index in (2, 6, 2):
-        table.blocks.pin(table.dataset, np.array([index]))
-        table.blocks.unpin(table.dataset, np.array([index]))
-    assert table.load(9)
-    assert table.load(0, greedy=True)
-    assert table.resident == [0, 2, 9]
-    assert table.load(1, greedy=True)
-    assert table.resident == [0, 1, 9]
-    assert table.load(3, greedy=True)
-    assert table.resident == [0, 1, 3]
-
-
 def test_a_slab_is_kept_in_memory_that_no_block_needs_and_in_place_of_less_needed_slabs() -> None:
     table = Table(4, position=4)  # blocks 0 and 1 are behind it
     for index in (1, 7, 5):

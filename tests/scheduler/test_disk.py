@@ -323,12 +323,6 @@ def test_a_scan_that_fails_is_made_again_later_until_one_ends_well() -> None:
     assert not node.scans(now + 10_000.0)
 
 
-def test_a_scan_that_ends_well_is_not_repeated() -> None:
-    node = Node()
-    assert node.is_known
-    assert not node.scans(10_000.0)
-
-
 KIB = 1 << 10
 lengths = st.integers(1, 300 * KIB) | st.sampled_from([JOINED_BYTES_MAX, JOINED_BYTES_MAX + 1])
 gaps = st.sampled_from([0, 0, 0, 8, 5 * KIB, 64 * KIB, GAP_BYTES_MIN - 1, GAP_BYTES_MIN])

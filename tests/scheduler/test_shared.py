@@ -9,33 +9,19 @@ from typing import Any, cast
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_run import Run
-from scheduler_scenes import jobs, several
 from scheduler_simulate import simulate
 from scheduler_world import PAGE
 
 from dataplane.arena.allocator import Allocator
 from dataplane.arena.slots import SlotLayout
 from dataplane.model.changes import NO_GAPS
-from dataplane.model.errors import BudgetTooSmall, StoreDenied
+from dataplane.model.errors import BudgetTooSmall
 from dataplane.model.records import MixHistory, Region, ShareChange, Stream
 from dataplane.rpc.tasks import Assembled
 from dataplane.scheduler.records import Group, Moment, SharedSlab
 from dataplane.scheduler.streams import SharedSlabs, _Behind, _distance
 
 SEEDS = st.integers(0, 10**9)
-
-
-@settings(max_examples=20)
-@given(SEEDS)
-def test_jobs_of_a_group_get_the_slabs_of_separate_jobs_even_if_others_write_to_theirs(
-    seed: int,
-) -> None:
-    def scene(run: Run) -> None:
-        jobs(run)
-        several(run)
-
-    run = simulate(lambda: Run(random.Random(seed), tight=False), scene)
-    assert not [c.error for c in run.consumers if c.error is not None]
 
 
 def together(run: Run, *, peers: bool) -> None:
@@ -51,6 +37,7 @@ def together(run: Run, *, peers: bool) -> None:
         place = place if peers else run.deliver_to(world, group, is_declared=True)
 
 
+@settings(max_examples=20)
 @given(SEEDS, st.booleans())
 def test_where_there_is_room_each_slab_is_made_once(seed: int, peers: bool) -> None:
     run = simulate(
@@ -64,44 +51,6 @@ def test_where_there_is_room_each_slab_is_made_once(seed: int, peers: bool) -> N
         assert run.outside.copied >= (len(run.consumers) - 1) * len(made)
     told = [note.facts for note in run.notes if note.event == "shared"]
     assert told == [{"made": len(made), "copied": run.outside.copied}] * bool(run.outside.copied)
-
-
-@given(SEEDS)
-def test_a_stopped_job_delays_no_other_job(seed: int) -> None:
-    def scene(run: Run) -> None:
-        jobs(run)
-        for consumer in run.consumers:
-            consumer.stopped = run.chance.random() < 0.5
-
-    run = simulate(lambda: Run(random.Random(seed), tight=False), scene)
-    for consumer in run.consumers:
-        assert consumer.error is None
-        assert consumer.stopped or consumer.is_done
-
-
-@given(SEEDS, st.integers(0, 150))
-def test_whatever_is_under_way_when_jobs_end_nothing_is_left(seed: int, acts: int) -> None:
-    simulate(lambda: Run(random.Random(seed), tight=False), jobs, acts)
-
-
-@given(SEEDS)
-def test_kept_slabs_do_not_make_a_small_arena_hang(seed: int) -> None:
-    run = simulate(lambda: Run(random.Random(seed), tight=True), jobs)
-    for consumer in run.consumers:
-        assert consumer.error is None or isinstance(consumer.error, BudgetTooSmall)
-
-
-@settings(max_examples=20)
-@given(SEEDS)
-def test_a_slab_that_cannot_be_made_fails_its_consumers(seed: int) -> None:
-    def scene(run: Run) -> None:
-        jobs(run)
-        for world in run.worlds.values():
-            world.broken.add(run.chance.randrange(len(world.sizes)))
-
-    run = simulate(lambda: Run(random.Random(seed), tight=False), scene)
-    for consumer in run.consumers:
-        assert consumer.error is None or isinstance(consumer.error, StoreDenied)
 
 
 def test_a_stream_whose_next_slabs_are_kept_needs_none_of_their_blocks() -> None:

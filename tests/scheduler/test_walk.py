@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataplane.model.changes import EpochSteps
@@ -115,6 +115,7 @@ def test_a_plan_that_is_split_is_the_same_batches_of_the_blocks_that_each_needs(
         assert _samples(first) + _samples(rest) == _samples(plan)
 
 
+@settings(max_examples=15)
 @given(st.integers(1, 64), st.integers(1, 256), st.integers(1, 1000))
 def test_plans_become_as_long_as_slabs_turn_out_to_have_room(first, most, batch_bytes):
     rows = np.array([100] * 10, np.int64)
