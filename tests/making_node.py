@@ -32,19 +32,20 @@ from dataplane.node.making import Making
 from dataplane.node.opener import DatasetOpener, software_of
 from dataplane.node.pool import WorkerPool
 from dataplane.plan.manifest import Manifest
-from dataplane.rpc import tasks
 from dataplane.rpc.codec import decode, encode
 from dataplane.rpc.lending import Asked, MakeSlab, Request, StepRange
 from dataplane.rpc.messages import (
     Batch,
     DatasetSource,
     EndOfStream,
+    FromNode,
     FromNodeBody,
     Layout,
     OpenJob,
     Slab,
 )
 from dataplane.scheduler.autoscaler import Autoscaler
+from dataplane.scheduler.records import SlabTask
 from dataplane.scheduler.scheduler import Scheduler
 from dataplane.scheduler.walk import Walk
 from dataplane.settings import default_node_config
@@ -64,7 +65,7 @@ Pieces = list[list[bytes]]
 class Given(Struct, frozen=True):
     """Return the answer to an ask."""
 
-    result: tasks.ResultBody
+    result: FromNodeBody
     content: bytes
     arena_id: int
     region: Region
@@ -92,7 +93,7 @@ class KeptSlabs:
     ) -> None:
         self._once(number)
         self.after[number] = after
-        result = decode(tasks.Result, note).body
+        result = decode(FromNode, note).body
         self.answers[number] = Given(result, self._at(arena_id, region), arena_id, region)
         self.read.add(number)
 
@@ -274,21 +275,18 @@ class MakerNode:
 
     def check(self, wanted: MakeSlab, given: Given, expected: dict[int, Pieces]) -> int:
         """How many batches it has: they are equal to those that are made for a trainer here."""
-        result = given.result
-        assert isinstance(result, tasks.Assembled), result
-        assert result.bytes_used == len(given.content)
-        steps, stride, layout = (
-            wanted.steps,
-            wanted.stream.step_stride,
-            decode(Layout, result.layout),
-        )
-        assert 1 <= result.batch_count <= steps.count
-        numbers = [steps.first + i * stride for i in range(result.batch_count)]
-        rows = [len(expected[step][0][0]) // 4 for step in numbers]  # the first column is int32
-        batches = [Batch(step, some, some) for step, some in zip(numbers, rows, strict=True)]
-        for i, step in enumerate(numbers):
-            assert self.pieces(layout, given.content, batches, i) == expected[step]
-        return result.batch_count
+        slab, steps = of(given), wanted.steps
+        assert slab.bytes_used == len(given.content)
+        layout, stride = decode(Layout, slab.layout), wanted.stream.step_stride
+        assert 1 <= len(slab.batches) <= steps.count
+        for i, batch in enumerate(slab.batches):
+            assert batch.step == steps.first + i * stride
+            assert self.pieces(layout, given.content, slab.batches, i) == expected[batch.step]
+        return len(slab.batches)
+
+    def tasks(self) -> list[SlabTask]:
+        """The slabs that are planned or made, and not given."""
+        return [task for stream in self.engine.scheduler._streams for task in stream.tasks]
 
     def lent_count(self) -> int:
         """How many slabs have memory that is not free."""
@@ -355,8 +353,8 @@ def play(scene: Scene, url: str, folder: Path, **options: Any) -> None:
     asyncio.run(whole())
 
 
-def of(given: Given | str) -> tasks.Assembled:
-    """Return the batches of a slab."""
+def of(given: Given | str) -> Slab:
+    """Return the slab of an answer."""
     assert isinstance(given, Given), given
-    assert isinstance(given.result, tasks.Assembled)
+    assert isinstance(given.result, Slab)
     return given.result

@@ -7,7 +7,6 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 import numpy as np
-from scheduler_fed import Feeder
 from scheduler_world import Unplanned, World, slab_bytes
 
 from dataplane.arena.slab_layout import row_index_bytes
@@ -69,9 +68,6 @@ class Consumer:
         """The time at which it acts next, if time decides the order of events."""
         self.pause = (0.0, 1.0)
         self.next_step = at.first_step
-        self.feeder: Feeder | None = None
-        if walk.is_fed:
-            self.feeder = Feeder(walk, random.Random(f"{number} {place.spec.seed} fed"))
         self._steps = self._expected()
         before = after.number if after is not None else None
         opened = events.StreamStarted(number, place.delivery_id, walk, number, before)
@@ -101,14 +97,11 @@ class Consumer:
 
     @property
     def is_done(self) -> bool:
-        is_through = self.feeder is not None and self.feeder.is_through
-        return self.ended or is_through or self.error is not None or not self.is_open
+        return self.ended or self.error is not None or not self.is_open
 
     @property
     def may_ask(self) -> bool:
         """Whether it waits for few slabs, and will get another one."""
-        if self.feeder is not None and self.feeder.is_fed_up and self.asked >= self.feeder.count:
-            return False
         return not self.is_done and self.asked < 2
 
     @property
@@ -123,8 +116,6 @@ class Consumer:
 
     def ask(self) -> None:
         assert self.is_open
-        if self.feeder is not None:
-            self.feeder.feed(self.asked)
         self.asked += 1
         self.request_id += 1
         self.run.tell(events.Requested(self.number, self.request_id))
@@ -133,11 +124,9 @@ class Consumer:
         assert self.is_open, "an answer after the stream was closed"
         self.asked -= 1
         body = effect.body
-        if self.feeder is not None:
-            self.next_step = self.feeder.next_step
         if isinstance(body, DataplaneError):
             self.error = body
-            if isinstance(body, Unplanned) and self.feeder is None:
+            if isinstance(body, Unplanned):
                 behind = self.at.cursor + self.next_step * self.place.spec.global_batch
                 is_last = self.next_step == len(self._steps)
                 if is_last and self.place.spec.end is End.RAGGED:  # it may have joined rows
@@ -146,8 +135,7 @@ class Consumer:
             if isinstance(body, BudgetTooSmall) and "its slab has" in str(body):
                 self._check_size(body)
         elif isinstance(body, messages.EndOfStream):
-            assert self.feeder is None, "what is fed does not end"
-            assert self.next_step >= self.walk.step_count, "scheduler 1: the end comes too early"
+            assert self.next_step >= self.walk._end_step, "scheduler 1: the end comes too early"
             assert self.planned
             self.ended = True
         else:
@@ -185,8 +173,6 @@ class Consumer:
             self.next_step += self.at.step_stride
         assert slab.batches
         assert slab.bytes_used == offset
-        if self.feeder is not None:
-            self.feeder.came(slab.batches)
 
     def release(self, which: int = 0) -> None:
         slab, content = self.held[which]

@@ -207,8 +207,7 @@ class Invariants:
                 mine = not is_elsewhere(scheduler, task)
                 self._times.task(task, needs_blocks=mine)
                 batches = task.plan.batches
-                is_next = stream.walk.is_fed or step in {None, batches[0].step}
-                assert is_next, "slab_tasks 3: a batch is missing"
+                assert step in {None, batches[0].step}, "slab_tasks 3: a batch is missing"
                 step = batches[-1].step + stride
                 if task.slot is not None:
                     slots.append(task.slot.offset)
@@ -257,8 +256,8 @@ class Invariants:
     def _check_ahead(self, stream: StreamState) -> None:
         """Every stream is planned ahead, and free slots go to the streams that may have them."""
         tasks = stream.tasks
-        if not stream.planning and not stream.planned_all and stream.walk.waiting_count:
-            together = min(planned_together(len(tasks)), stream.walk.waiting_count)
+        if not stream.planning and not stream.planned_all:
+            together = planned_together(len(tasks))
             assert len(tasks) + together > PLANNED_AHEAD + stream.delivery.ahead
         if not stream.delivery.slots.free_count:
             return

@@ -209,8 +209,6 @@ class Makers:
         in_stream = [*task.stream.tasks]
         later = {one.plan.batches[0].step: one for one in in_stream[in_stream.index(task) + 1 :]}
         assert len(effect.coming) <= COMING_MAX
-        if task.stream.walk.is_fed:
-            return  # a step may come twice
         steps = [each.first for each in effect.coming]
         assert steps == sorted(set(steps)), "what comes is not in order"
         for each in effect.coming:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from other_orders import Backwards, Concatenated
 from scheduler_consumers import Consumer, Place
 from scheduler_disk import Disk
-from scheduler_fed import walk_of
 from scheduler_invariants import Invariants
 from scheduler_makers import Makers
 from scheduler_neighbours import Neighbours
@@ -27,7 +26,7 @@ from dataplane.scheduler.dataset import DatasetLookup
 from dataplane.scheduler.events import GiveUpSlab
 from dataplane.scheduler.records import Delivery
 from dataplane.scheduler.scheduler import Scheduler
-from dataplane.scheduler.walk import SlabSizes
+from dataplane.scheduler.walk import SlabSizes, Walk
 
 
 class Mixture(World):
@@ -127,7 +126,8 @@ class Run:
         self.sizes: list[int] = []
         self.layout = self._layout()
         self.neighbours = Neighbours(self)
-        self.may_feed: Callable[[], bool] = bool
+        self.length: Callable[[], int | None] = lambda: None
+        """Draws how many steps a walk has; None for all."""
         self.makers, self.disk = Makers(self, makers), Disk(self, cache_bytes)
 
     def narrow(self) -> None:
@@ -243,7 +243,13 @@ class Run:
         most = chance.choice([1, 4, 16]) if not self.consumers else 8
         sizes = SlabSizes(most if place.group is None else 4, 16, 0)
         is_ahead, is_light = after is not None, self.makers.are_all
-        walk = walk_of(self.may_feed, place, order, at, sizes, is_ahead=is_ahead, is_light=is_light)
+        is_aligned, count = place.group is not None, self.length()
+        walk = Walk(
+            spec, order, at, sizes, is_ahead=is_ahead, is_aligned=is_aligned, is_light=is_light
+        )
+        if count is not None and not (is_aligned or is_ahead or walk.is_planned):
+            left = -(-(walk.step_count - at.first_step) // at.step_stride)
+            walk = Walk(spec, order, at, sizes, is_light=is_light, count=min(count, left))
         is_worth = any(one.keeps_restart_indexes for one in place.world.datasets.datasets)
         walk.crops = chance.random() < (0.8 if is_worth else 0.2)
         patience = 10**6 if self.hoard else chance.choice([0, 0, 1, 3, 10**6])
@@ -335,7 +341,7 @@ class Run:
         if len(self.consumers) > 30 or not place.is_open:
             return
         one.leave()
-        if one.feeder is not None or one.next_step >= one.walk.step_count:
+        if one.next_step >= one.walk._end_step:
             return
         if at.step_stride > 1 or place.group is not None or self.chance.random() < 0.5:
             again = Stream(

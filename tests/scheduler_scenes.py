@@ -84,9 +84,9 @@ def history(seed: int) -> Run:
         makers={2: "all", 4: "some"}.get(seed % 5, ""),
         cache_bytes=(disk := random.Random(f"disk {seed}")).choice(DISKS),
     )
-    feeds = random.Random(f"fed {seed}")
-    is_often = feeds.choice([0.0, 0.0, 0.3, 1.0])
-    run.may_feed = lambda: feeds.random() < is_often
+    lengths = random.Random(f"lengths {seed}")
+    is_often = lengths.choice([0.0, 0.0, 0.3, 1.0])
+    run.length = lambda: lengths.randint(1, 5) if lengths.random() < is_often else None
     run.disk.begin(disk)
     allowed: list[type[DataplaneError]] = []
     allowed += [BudgetTooSmall] * (is_tight and not is_large) + [LeaseFenced] * (run.restless > 0)

@@ -57,11 +57,13 @@ def depth_of(task: SlabTask) -> tuple[int, int]:
     return before + stream.tasks.index(task), task.number
 
 
-def _depth_before(task: SlabTask, now: float) -> tuple[int, int]:
-    """The same without those of its stream that were cut off others at this moment."""
+def _depth_before(task: SlabTask, now: float) -> tuple[int, bool, int]:
+    """The same without those of its stream that were cut off others at this moment; of equal ones,
+    those that are requested come first.
+    """
     depth, number = depth_of(task)
     earlier = itertools.takewhile(lambda each: each is not task, task.stream.tasks)
-    return depth - sum(each.stamps.planned == now for each in earlier), number
+    return depth - sum(each.stamps.planned == now for each in earlier), not task.is_awaited, number
 
 
 def check_fits(scheduler: Scheduler, event: events.Planned, now: float) -> None:

@@ -269,7 +269,7 @@ class Traffic:
         """What a slab tells of the sizes of batches."""
         task, result = self._scheduler._tasks._assembling[event.number], event.result
         walk = task.stream.walk
-        is_wanted = task.phase is not SlabPhase.GONE and not (walk.is_aligned or walk.is_fed)
+        is_wanted = task.phase is not SlabPhase.GONE and not walk.is_aligned
         if is_wanted and isinstance(result, tasks.Assembled) and result.batch_count:
             count, slab_bytes, _ = self._makes[event.number]
             is_cut = result.batch_count < count
@@ -334,8 +334,7 @@ class Traffic:
         self._planning.add(effect.stream_id)
         stream = self._scheduler._streams._streams[effect.stream_id]
         count = len(stream.tasks)
-        is_fed = stream.walk.is_fed and effect.count <= len(stream.walk.taken)
-        assert effect.count == planned_together(count) or (is_fed and not stream.walk.fed)
+        assert effect.count == planned_together(count)
         most = self._scheduler._passes.plans_ahead(stream)
         assert most == PLANNED_AHEAD or self._scheduler._excerpts.is_open
         assert count + effect.count <= most + stream.delivery.ahead

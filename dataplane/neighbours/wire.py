@@ -1,6 +1,6 @@
 """The frames of a data connection. Pure: bytes in, values out.
 
-A frame is a head (`DPn3` and the length of the message) and one message of the codec. After the
+A frame is a head (`DPn4` and the length of the message) and one message of the codec. After the
 handshake, the asker sends one request at a time:
 
     asker   Request                  the requested block or slab (rpc/lending.py)
@@ -51,7 +51,7 @@ length of the decoded block: the lender has only the decoded form.
 """
 
 _HEAD = struct.Struct("<4sI")
-MAGIC = b"DPn3"
+MAGIC = b"DPn4"
 HEAD_BYTES = _HEAD.size
 
 

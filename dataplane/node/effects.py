@@ -43,7 +43,7 @@ from dataplane.rpc import fetches, tasks
 from dataplane.rpc.codec import decode, encode
 from dataplane.rpc.fetches import Neighbour, Outcome
 from dataplane.rpc.lending import Asked, MakeSlab, Request
-from dataplane.rpc.messages import Layout, OpenJob
+from dataplane.rpc.messages import FromNode, Layout, OpenJob, Slab, Working
 from dataplane.scheduler import events
 from dataplane.scheduler.dataset import BlockName
 from dataplane.scheduler.events import (
@@ -435,37 +435,38 @@ def _result(
     if read.error is not None:
         return read.error
     try:
-        body = decode(tasks.Result, read.note).body
-        if isinstance(body, tasks.Assembled):
-            _check(effect, column_count, read.length, body)
-            return body
+        body = decode(FromNode, read.note).body
+        if isinstance(body, Slab):
+            return _assembled(effect, column_count, read.length, body)
     except ConfigError as error:
         return NeighbourGone(f"the node {effect.maker} sent what is no slab: {error}")
+    if isinstance(body, Working):
+        return NeighbourGone(f"the node {effect.maker} is still making the slab", working=1)
     if isinstance(body, DataplaneError):
         return body
     return NeighbourGone(f"the node {effect.maker} answered with {type(body).__name__}")
 
 
-def _check(
-    effect: events.MakeElsewhere, column_count: int, length: int, made: tasks.Assembled
-) -> None:
-    """Check the description of a slab.
+def _assembled(
+    effect: events.MakeElsewhere, column_count: int, length: int, slab: Slab
+) -> tasks.Assembled:
+    """Return the facts about a slab of this many bytes, or how many it needs if it has no room.
 
-    Raises:  ConfigError: it does not describe a slab of this many bytes.
+    Raises:  ConfigError: these are not the requested batches, or are not within the slab.
     """
-    if made.batch_count > effect.steps.count or made.bytes_used != length:
-        raise ConfigError(
-            f"{made.batch_count} batches in {made.bytes_used} bytes were announced, but {length} "
-            f"bytes were sent, and at most {effect.steps.count} batches requested"
-        )
-    if not made.batch_count:
-        if made.bytes_needed <= effect.slab.length:
-            raise ConfigError(f"{made.bytes_needed} bytes are too many for {effect.slab.length}")
-        return
-    columns = decode(Layout, made.layout).columns
+    first, count, stride = effect.steps.first, len(slab.batches), effect.stream.step_stride
+    steps = [first + i * stride for i in range(min(count, effect.steps.count))]
+    if not count or [batch.step for batch in slab.batches] != steps:
+        raise ConfigError(f"its {count} batches are not those that begin with step {first}")
+    if not length and slab.bytes_used > effect.slab.length:
+        return tasks.Assembled(0, bytes_needed=slab.bytes_used)
+    if slab.bytes_used != length:
+        raise ConfigError(f"{slab.bytes_used} bytes were announced, but {length} were sent")
+    columns = decode(Layout, slab.layout).columns
     ends = [max(at, default=0) for column in columns for at in (column.values, column.lengths)]
     if len(columns) != column_count or max(ends, default=0) > length:
         raise ConfigError(f"{len(columns)} columns, up to byte {max(ends, default=0)} of {length}")
+    return tasks.Assembled(count, 0, length, slab.layout)
 
 
 # -- blocks that cannot be decoded ----------------------------------------------------------------

@@ -313,12 +313,7 @@ class Engine:
                 self._decide(self._events.popleft())
         finally:
             self._is_deciding = False
-        if not self.scheduler.is_settled:
-            self.settle()
-
-    def settle(self) -> None:
-        """Have the scheduler decide again soon; needed only after steps were fed to a walk."""
-        if not self._is_due:
+        if not (self.scheduler.is_settled or self._is_due):
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._settle)
 

@@ -4,7 +4,7 @@ A maker is a consumer of its own engine: it opens the job that a node names, and
 slabs as for a trainer here.
 
 Invariants:
-1. Every request is answered exactly once (asked_stream.py, 1); no request waits for a dataset to be
+1. Every request is answered exactly once (remote_slabs.py, 1); no request waits for a dataset to be
    opened.
 2. A slab depends only on the request: the spec that is resolved here has the digest that the
    request names, images are decoded by the same software, and functions have the same code.
@@ -37,13 +37,6 @@ from dataplane.model.errors import (
 )
 from dataplane.model.records import BlockForm, Stream
 from dataplane.model.redact import unsigned
-from dataplane.node.asked_stream import (
-    Answers,
-    Ask,
-    AskedStream,
-    MakingPlace,
-    MakingPlaces,
-)
 from dataplane.node.dataset import Dataset
 from dataplane.node.datasets import check_left, requests_of, shown
 from dataplane.node.engine import Engine
@@ -57,11 +50,12 @@ from dataplane.node.opener import (
     pixels_of,
     software_of,
 )
+from dataplane.node.remote_slabs import Answers, Ask, MakingPlace, MakingPlaces, RemoteStream
 from dataplane.node.shared_manifests import LentManifests
 from dataplane.plan.orders import sample_count_of, with_mix
 from dataplane.plan.slices import Slice
 from dataplane.rpc.codec import decode
-from dataplane.rpc.lending import Asked, MakeSlab
+from dataplane.rpc.lending import Asked, MakeSlab, StepRange
 from dataplane.rpc.membership import JobNodes, NodeReads
 from dataplane.rpc.messages import OpenJob
 from dataplane.scheduler.walk import Walk
@@ -324,7 +318,7 @@ class Making:
         job.places[key] = place
         return place
 
-    def _stream(self, job: _Job, place: MakingPlace, now: float) -> AskedStream:
+    def _stream(self, job: _Job, place: MakingPlace, now: float) -> RemoteStream:
         count = sum(
             len(other_place.streams)
             for other_job in self._jobs.values()
@@ -339,12 +333,10 @@ class Making:
             self._tell(job, _NOT_MADE, str(error))
 
         holder = next(self._engine.numbers)
-        return AskedStream(
-            self._engine, place.delivery, place.held, holder, self._answers, now, failed
-        )
+        return RemoteStream(self._engine, place.delivery, holder, self._answers, now, failed)
 
     async def _begin(
-        self, job: _Job, opened: _Opened, place: MakingPlace, stream: AskedStream, at: Stream
+        self, job: _Job, opened: _Opened, place: MakingPlace, stream: RemoteStream, at: Stream
     ) -> None:
         try:
             gone, made = opened.changes.tombstones, opened.job
@@ -356,7 +348,12 @@ class Making:
         else:
             gaps = opened.changes.gaps(at.epoch)
             spec, sizes = opened.job.spec, place.sizes
-            stream.begin(lambda: Walk(spec, order, at, sizes, is_fed=True, gaps=gaps))
+
+            def walk(steps: StepRange) -> Walk:
+                begin = replace(at, first_step=steps.first)
+                return Walk(spec, order, begin, sizes, count=steps.count, gaps=gaps)
+
+            stream.begin(walk)
 
 
 def _parts(opening: OpenJob) -> tuple[OpenJob, ...]:

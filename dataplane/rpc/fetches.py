@@ -271,7 +271,7 @@ class SlabRead(Message, frozen=True):
 
     number: Unsigned
     error: DataplaneError | None = None  # NeighbourGone: the maker has not sent the slab
-    note: bytes = b""  # an encoded Assembled
+    note: bytes = b""  # an encoded FromNode
     length: Unsigned = 0  # of the slab
     took_s: float = 0.0
     cpu_s: float = 0.0  # processor time of the fetcher since its start

@@ -30,9 +30,9 @@ class MakeSlab(Message, frozen=True):
     """Make the slab of these steps of a stream. The slab depends only on this message, so the same
     slab may be requested any number of times, and from several makers.
 
-    The answer has a note, which is an encoded tasks.Result. Its body is an Assembled that describes
-    the slab; or, if the data are bad and no slab can be made from them, the error. If the slot is
-    too small for the first batch, `batch_count` is 0 and no slab is sent.
+    The answer has a note, which is the encoded FromNode that a trainer would get: a Slab; Working,
+    if the slab is not ready yet; or, if the data are bad and no slab can be made from them, the
+    error. If the asker has too little room for the Slab, its bytes are not sent.
     """
 
     digest: str  # of the spec
@@ -108,7 +108,7 @@ class Give(Message, frozen=True):
     number: Unsigned
     region: Region  # as long as requested; for a slab it may be shorter, or empty
     arena_id: Unsigned = 0  # 0: the block arena; otherwise an arena of LendArena
-    note: bytes = b""  # for a slab: an encoded Result
+    note: bytes = b""  # for a slab: an encoded FromNode
     more: tuple[Region, ...] = ()  # further regions of the same arena
     ends: tuple[Unsigned, ...] = ()  # one for each block of a run
 

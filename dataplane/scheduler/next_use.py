@@ -30,7 +30,7 @@ import contextlib
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -53,7 +53,7 @@ class WalkPosition(NamedTuple):
     block. `is_open`: its stream is open; otherwise it is expected to be opened.
     """
 
-    number: int
+    number: Hashable
     order: SampleOrder
     position: int
     first_block: int = 0
@@ -76,7 +76,7 @@ class WalkPosition(NamedTuple):
 
 
 Readings = Callable[[DatasetBlocks], Sequence[WalkPosition]]
-Positions = tuple[tuple[int, int], ...]
+Positions = tuple[tuple[Hashable, int], ...]
 """The number and the position of each reader."""
 Spans = dict[int, tuple[int, int]]
 """The first and the last position at which each block may be needed, by key."""
@@ -107,7 +107,7 @@ class _Resident(Struct, eq=False):
     dataset: DatasetBlocks
     blocks: dict[int, CachedBlock] = field(default_factory=dict)
     spans: dict[Name, tuple[WalkPosition, Spans]] = field(default_factory=dict)
-    readers: dict[int, _Reader] = field(default_factory=dict)
+    readers: dict[Hashable, _Reader] = field(default_factory=dict)
     never: dict[int, None] = field(default_factory=dict)
     stands: dict[int, tuple[_Reader, int]] = field(default_factory=dict)
     serials: Iterator[int] = field(default_factory=itertools.count)

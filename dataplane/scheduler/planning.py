@@ -169,16 +169,15 @@ class Planning:
 
     def plan_more(self, stream: StreamState) -> None:
         """Request plans, if the stream needs some."""
+        if stream.planning or stream.planned_all:
+            return
         room = self._passes.plans_ahead(stream) - len(stream.tasks)
         room += stream.delivery.ahead
-        if stream.planning or stream.planned_all or not stream.walk.waiting_count:
-            return
         # Request several plans per call, since each call wakes two threads. Request the first plans
         # one by one, so that the first batch is early.
-        count = min(max(len(stream.tasks), 1), PLANS_TOGETHER, stream.walk.waiting_count)
+        count = min(max(len(stream.tasks), 1), PLANS_TOGETHER)
         if room >= count:
             stream.planning = count
-            stream.walk.begin(count)
             self._do(PlanSteps(stream.stream_id, stream.walk, count))
 
     def planned(self, event: Planned) -> None:
@@ -186,10 +185,8 @@ class Planning:
         stream = self._streams.find(event.stream_id)
         if stream is None:
             return
-        asked, stream.planning = stream.planning, 0
-        stream.error = event.error
-        is_end = len(event.plans) < asked and not stream.walk.is_fed
-        stream.planned_all = event.error is not None or is_end
+        stream.planning, stream.error = 0, event.error
+        stream.planned_all = event.error is not None or stream.walk.is_planned
         for plan in event.plans:
             self._tasks.add(stream, plan)
         stream.planned_to = stream.walk.position

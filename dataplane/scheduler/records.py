@@ -6,7 +6,6 @@ import enum
 from collections import deque
 
 import numpy as np
-import numpy.typing as npt
 from msgspec import Struct, field
 
 from dataplane.arena.slots import AHEAD_SLOTS_MIN, Slots
@@ -448,8 +447,6 @@ class StreamState(Struct, eq=False):
     closed: bool = False
     after: StreamState | None = None
     next_order: SampleOrder | None = None
-    seen: npt.NDArray[np.bool_] | None = None
-    """The blocks of which its slabs have had rows."""
     advanced_at: float = 0.0
     """When one of its slabs was last planned or made."""
     heard_at: float = 0.0
@@ -459,6 +456,11 @@ class StreamState(Struct, eq=False):
     def datasets(self) -> DatasetLookup:
         """The datasets that it reads: its own, or those of its delivery arena."""
         return self.own_datasets or self.delivery.datasets
+
+    @property
+    def reader(self) -> tuple[int, int]:
+        """The name of the consumer that reads the walk's order, perhaps in several streams."""
+        return self.holder, id(self.walk.order)
 
     @property
     def is_ahead(self) -> bool:
@@ -473,8 +475,6 @@ class StreamState(Struct, eq=False):
     @property
     def position(self) -> int:
         """The first position of the epoch that has not been made yet."""
-        if self.walk.is_fed:  # the tasks of a fed walk may be in any order
-            return min((task.plan.first_position for task in self.tasks), default=self.planned_to)
         return self.tasks[0].plan.first_position if self.tasks else self.planned_to
 
     @property

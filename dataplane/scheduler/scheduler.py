@@ -27,6 +27,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from dataplane.arena.allocator import Allocator
 from dataplane.rpc import messages
@@ -60,24 +61,28 @@ _STARTS_MAX = 64
 
 
 class Reuse:
-    """Measures reuse: the bytes of blocks that streams needed and found in memory, since another
-    stream or epoch had caused the read. A remote block counts once for each stream that needs it,
-    except the stream that causes the read. So all useful reads plus `found_bytes` add up to the
-    stored size of everything that streams needed.
+    """Measures reuse: the bytes of blocks that readers needed and found in memory, since another
+    reader or epoch had caused the read. A remote block counts once for each reader that needs it,
+    except the reader that causes the read. So all useful reads plus `found_bytes` add up to the
+    stored size of everything that readers needed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, streams: StreamTable) -> None:
+        self._streams = streams
+        self._seen: dict[tuple[int, int], npt.NDArray[np.bool_]] = {}
+        """The blocks of which the slabs of each reader have had rows."""
         self.found_bytes = 0
 
     def gathered(self, task: SlabTask, now: float) -> None:
         """Note that the rows of this task are about to be gathered from its blocks."""
-        stream, blocks = task.stream, task.plan.blocks
-        if stream.seen is None:
-            stream.seen = np.zeros(int(task.datasets.starts[-1]), np.bool_)
-        first = blocks[~stream.seen[blocks]]
+        reader, blocks = task.stream.reader, task.plan.blocks
+        seen = self._seen.get(reader)
+        if seen is None:
+            seen = self._seen[reader] = np.zeros(int(task.datasets.starts[-1]), np.bool_)
+        first = blocks[~seen[blocks]]
         if not len(first):
             return
-        stream.seen[first] = True
+        seen[first] = True
         for dataset, some in task.datasets.parts(first):
             marks = dataset.marks
             remote = some[marks.is_remote[some]]
@@ -86,6 +91,11 @@ class Reuse:
             self.found_bytes += found
             dataset.account.memory_bytes += found
             marks.used[remote] = now
+
+    def closed(self, stream: StreamState) -> None:
+        """Forget a reader whose last stream was closed."""
+        if all(other.reader != stream.reader for other in self._streams):
+            self._seen.pop(stream.reader, None)
 
 
 class Scheduler:
@@ -115,7 +125,7 @@ class Scheduler:
         self._keeping = Keeping(tier, self._blocks, asks, self._borrowed, self._do, self._time)
         self._excerpts = Excerpts(self._blocks, allocator, waiting, self._do)
         self._passes = Passes(self._blocks, self._excerpts, self._streams, self._do)
-        self._elsewhere, self._reuse = Elsewhere(workers, self._time), Reuse()
+        self._elsewhere, self._reuse = Elsewhere(workers, self._time), Reuse(self._streams)
         self._stalls = Stalls(self._blocks, self._shared, self._elsewhere, stall_timeout_s)
         self._tasks = SlabTasks(
             self._blocks, self._shared, waiting, self._excerpts, self._elsewhere, self._do,
@@ -270,6 +280,7 @@ class Scheduler:
         for task in stream.tasks:
             self._tasks.drop(task)
         stream.tasks.clear()
+        self._reuse.closed(stream)
 
     def _refuse_stream(self, event: events.StreamRefused) -> None:
         stream = self._streams.find(event.stream_id)

@@ -67,7 +67,7 @@ class StreamTable:
             for depth, task in enumerate(stream.tasks, stream.tasks_before)
             if task.phase is SlabPhase.WAITING
         ]
-        ranked.sort(key=lambda rank: rank[:2])
+        ranked.sort(key=lambda rank: (rank[0], not rank[2].is_awaited, rank[1]))
         for depth, number, task in ranked:
             task.rank = depth, number
         return [task for _, _, task in ranked]
@@ -195,25 +195,25 @@ class SharedSlabs:
         return self._slabs.get((group, _key(task)))
 
     def readings(self, dataset: DatasetBlocks) -> list[WalkPosition]:
-        """Return the readers of this dataset, with order and position: its streams, and one reader
-        for each order that streams are expected to read next. If several streams will read the same
-        order next, the one that comes to it first counts.
+        """Return the readers of this dataset, with order and position: one for all streams of a
+        holder with one order, and one for each order that streams are expected to read next. If
+        several streams are one reader, the one that is first in the order counts.
         """
-        found: list[WalkPosition] = []
+        readers: dict[tuple[int, int], WalkPosition] = {}
         following: dict[int, WalkPosition] = {}
         for stream in self.streams.of_dataset(dataset):
             walk, first_block = stream.walk, stream.datasets.number(dataset, 0)
-            start = self._start(stream)
-            found.append(WalkPosition(stream.stream_id, walk.order, start, first_block))
+            start, reader = self._start(stream), stream.reader
+            if reader not in readers or start < readers[reader].position:
+                readers[reader] = WalkPosition(reader, walk.order, start, first_block)
             order = stream.next_order
             if order is not None:
                 left = self._left(stream)
                 known = following.get(id(order))
                 if known is None or known.position < -left:
-                    following[id(order)] = WalkPosition(
-                        -id(order), order, -left, first_block, is_open=False
-                    )
-        return [*found, *following.values()]
+                    name = -1, id(order)
+                    following[id(order)] = WalkPosition(name, order, -left, first_block, False)
+        return [*readers.values(), *following.values()]
 
     def away(self, task: SlabTask) -> int:
         """Return how many positions the reader of the task's stream is before the task."""

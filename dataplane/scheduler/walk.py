@@ -8,14 +8,11 @@ Invariants:
    is planned ahead of its consumer does not need this, unless it is aligned.
 4. The plans of an aligned walk end at the same steps of the epoch for every consumer, whatever was
    made so far, so that consumers a few batches apart need the same slabs.
-5. A walk that `is_fed` has one plan for each range of steps that it was fed, and no others; it
-   never ends. Ranges that are not planned yet are planned in rising order.
+5. A walk of a given number of steps begins with one plan of all of them, and ends with the last.
 """
 
 from __future__ import annotations
 
-from bisect import insort
-from collections import deque
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any, NamedTuple, cast
@@ -32,14 +29,12 @@ from dataplane.plan.order import SampleOrder, TombstonedOrder
 from dataplane.plan.packs import DrawsPacks, drawn_rows
 from dataplane.plan.slices import Slice
 from dataplane.plan.windows import distinct
-from dataplane.rpc.lending import StepRange
 from dataplane.rpc.messages import Batch
 from dataplane.rpc.tasks import Collation, Render
 from dataplane.transforms.image_steps import steps_of
 
 Ints = npt.NDArray[np.int64]
 _NO_BLOCKS, _NO_ROWS = np.empty(0, np.int64), np.empty((0, 2), np.int32)
-_MANY = 1 << 30
 _PIECE_S, _PIECE_COLUMN_S = 0.005, 0.0001
 """The least worker time for which a piece of a slab is worth a further worker, and what each column
 adds to it. A further worker costs a message, and must map the blocks; a column takes some time
@@ -208,7 +203,9 @@ class Plan(Struct, frozen=True):
 
 class Walk:
     """The plans of one stream, one after the other. A light walk says only which steps a slab has,
-    and not which rows, since another node makes it.
+    and not which rows, since another node makes it. A walk has `count` steps, or all that are left.
+
+    Raises:  ConfigError: the slice does not have `count` steps.
     """
 
     def __init__(
@@ -221,7 +218,7 @@ class Walk:
         is_ahead: bool = False,
         is_aligned: bool = False,
         is_light: bool = False,
-        is_fed: bool = False,
+        count: int | None = None,
         gaps: Gaps = NO_GAPS,
     ) -> None:
         self.is_light = is_light
@@ -245,35 +242,17 @@ class Walk:
         self._next_step = stream.first_step
         self.is_aligned = is_aligned
         self._batch_count = sizes.batches if is_ahead and not is_aligned else 1
+        self._end_step = self.step_count
+        if count is not None:
+            self._slice.check_steps(stream.first_step, count, stream.step_stride)
+            self._batch_count = count
+            self._end_step = stream.first_step + count * stream.step_stride
         self.global_batch = spec.global_batch
-        self.is_fed = is_fed
-        self.fed: list[StepRange] = []
-        """The ranges of steps that are neither planned nor about to be planned."""
-        self.taken: deque[StepRange] = deque()
-        """The ranges that are planned, or about to be, oldest first. Whoever feeds the walk removes
-        a range after getting its slabs."""
-        self._planned_next: deque[StepRange] = deque()
 
     @property
-    def waiting_count(self) -> int:
-        """The number of plans that can be made now; a large number unless the walk is fed."""
-        return len(self.fed) if self.is_fed else _MANY
-
-    def feed(self, steps: StepRange) -> None:
-        """Plan these steps, too.
-
-        Raises:  ConfigError: the slice does not have these steps.
-        """
-        self._slice.check_steps(steps.first, steps.count, self.stream.step_stride)
-        insort(self.fed, steps, key=lambda each: each.first)
-
-    def begin(self, count: int) -> None:
-        """Announce that the next call of `next_plans`, perhaps in a thread, will request this many
-        plans.
-        """
-        some, self.fed = self.fed[:count], self.fed[count:]
-        self.taken += some
-        self._planned_next += some
+    def is_planned(self) -> bool:
+        """Whether all plans were made."""
+        return self._next_step >= self._end_step
 
     @property
     def step_count(self) -> int:
@@ -292,50 +271,45 @@ class Walk:
     def took(self, batches: Sequence[Batch], worker_s: float) -> None:
         """Note the time of the node's own workers for these batches; see SlabSizes.took."""
         self.sizes.took(batches, worker_s)
-        if not self.is_aligned and not self.is_fed:
+        if not self.is_aligned:
             self.sizes.shorten()
 
     def fitted(self, batch_count: int, bytes_used: int, slab_bytes: int, *, cut: bool) -> None:
-        """Adapt the slab size; see SlabSizes.fitted. A walk that is aligned or fed keeps its first
-        slab size.
+        """Adapt the slab size; see SlabSizes.fitted. A walk that is aligned keeps its first slab
+        size.
         """
-        if not self.is_aligned and not self.is_fed:
+        if not self.is_aligned:
             self.sizes.fitted(batch_count, bytes_used, slab_bytes, cut=cut)
 
     def next_plans(self, count: int) -> list[Plan]:
         """Return up to `count` plans; fewer at the end of the epoch."""
         plans: list[Plan] = []
-        if self.is_fed:
-            while self._planned_next:
-                plans.append(self._plan(self._planned_next.popleft()))
-            return plans
-        while len(plans) < count and self._next_step < self.step_count:
+        while len(plans) < count and not self.is_planned:
             plans.append(self._next_plan())
         return plans
 
     def _next_plan(self) -> Plan:
         stride = self.stream.step_stride
-        left = -(-(self.step_count - self._next_step) // stride)
+        left = -(-(self._end_step - self._next_step) // stride)
         count = min(self._batch_count, left)
         if self.is_aligned:
             ordinal = self.gaps.live(self.position) // (self.global_batch * stride)
             count = min(count, self.sizes.batches - ordinal % self.sizes.batches)
         if self.collate is None or self.is_aligned or self.is_light or self.sizes.is_timed:
             self._batch_count = min(self._batch_count * 2, self.sizes.batches)
-        return self._plan(StepRange(self._next_step, count))
+        return self._plan(count)
 
-    def _plan(self, of: StepRange) -> Plan:
-        stride = self.stream.step_stride
-        self._next_step = of.first
-        steps = self._slice.positions_of_steps(of.first, of.count, stride)
+    def _plan(self, count: int) -> Plan:
+        first, stride = self._next_step, self.stream.step_stride
+        steps = self._slice.positions_of_steps(first, count, stride)
         try:
             used, row_index, packs = self._rows_at(steps.positions)
         except ConfigError:
             # Plan fewer batches: here, one source is drawn more often than a row index can express.
-            if self.is_fed or of.count == 1:
+            if count == 1:
                 raise
-            return self._plan(StepRange(of.first, of.count // 2))
-        numbers = range(of.first, of.first + of.count * stride, stride)
+            return self._plan(count // 2)
+        numbers = range(first, first + count * stride, stride)
         plan = Plan(
             batches=tuple(map(Batch, numbers, steps.rows.tolist(), steps.valid.tolist())),
             blocks=used,
@@ -343,7 +317,7 @@ class Walk:
             first_position=self.position,
             packs=packs,
         )
-        self._next_step += of.count * stride
+        self._next_step += count * stride
         return plan
 
     def _rows_at(

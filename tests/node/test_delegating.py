@@ -12,7 +12,7 @@ from scheduler_world import PAGE, World
 
 from dataplane.arena.memfd import Arena
 from dataplane.arena.slots import plan_slots
-from dataplane.model.errors import CorruptShard, DataplaneError, NeighbourGone
+from dataplane.model.errors import CorruptShard, NeighbourGone
 from dataplane.model.records import MixHistory, Region, ShareChange, Stream, Topology
 from dataplane.node.dataset import dataset_of
 from dataplane.node.delivery import DelegatedJob, DeliveryArena
@@ -107,8 +107,13 @@ def delegated() -> Iterator[Delegated]:
     arena.close()
 
 
-def note(result: DataplaneError | tasks.Assembled) -> bytes:
-    return encode(tasks.Result(result))
+def note(body: messages.FromNodeBody) -> bytes:
+    return encode(messages.FromNode(1, body))
+
+
+def slab(bytes_used: int, layout: bytes, steps: Sequence[int] = (4, 6)) -> messages.Slab:
+    batches = tuple(messages.Batch(step, 1, 1) for step in steps)
+    return messages.Slab(1, 1, Region(0, 4096), batches, layout, bytes_used=bytes_used)
 
 
 def layout(*columns: messages.Column) -> bytes:
@@ -138,17 +143,19 @@ def test_a_maker_is_told_all_that_a_slab_depends_on(delegated: Delegated) -> Non
 
 def test_what_describes_a_slab_points_nowhere_else(delegated: Delegated) -> None:
     made = tasks.Assembled(2, bytes_used=100, layout=layout(GOOD))
-    assert delegated.answer(note(made)) == made
+    assert delegated.answer(note(slab(100, layout(GOOD)))) == made
     for wrong in (
         b"\xff\xff",
-        note(tasks.Assembled(3, bytes_used=100, layout=layout(GOOD))),
-        note(tasks.Assembled(2, bytes_used=101, layout=layout(GOOD))),
-        note(tasks.Assembled(2, bytes_used=100, layout=layout(GOOD, GOOD))),
-        note(tasks.Assembled(2, bytes_used=100, layout=layout(messages.Column((101,))))),
-        note(tasks.Assembled(2, bytes_used=100, layout=layout(messages.Column((), (101,))))),
-        note(tasks.Assembled(2, bytes_used=100, layout=b"\xff")),
-        note(tasks.Assembled(0, bytes_needed=ROOM, bytes_used=100)),
-        encode(tasks.Result(tasks.Done())),
+        note(slab(100, layout(GOOD), (4, 6, 8))),
+        note(slab(100, layout(GOOD), (6, 8))),
+        note(slab(100, layout(GOOD), ())),
+        note(slab(101, layout(GOOD))),
+        note(slab(ROOM + 1, layout(GOOD))),
+        note(slab(100, layout(GOOD, GOOD))),
+        note(slab(100, layout(messages.Column((101,))))),
+        note(slab(100, layout(messages.Column((), (101,))))),
+        note(slab(100, b"\xff")),
+        note(messages.EndOfStream(1)),
     ):
         assert isinstance(delegated.answer(wrong), NeighbourGone), wrong
 
@@ -158,8 +165,11 @@ def test_errors_of_the_data_and_of_makers_are_told_apart(delegated: Delegated) -
     found = delegated.answer(note(broken))
     assert isinstance(found, CorruptShard)
     assert isinstance(delegated.answer(b"", error=NeighbourGone("it has died")), NeighbourGone)
-    too_large = tasks.Assembled(0, bytes_needed=ROOM + 1)
-    assert delegated.answer(note(too_large), length=0) == too_large
+    working = delegated.answer(note(messages.Working("making it")), length=0)
+    assert isinstance(working, NeighbourGone)
+    assert working.working
+    too_large = note(slab(ROOM + 1, layout(GOOD)))
+    assert delegated.answer(too_large, length=0) == tasks.Assembled(0, bytes_needed=ROOM + 1)
 
 
 def test_makers_come_and_go(delegated: Delegated) -> None:

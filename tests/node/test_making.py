@@ -13,11 +13,10 @@ import pytest
 from making_node import JOB, REFUSED, SLOT_BYTES, UNKNOWN, Given, MakerNode, maker_node, of, play
 from msgspec.structs import replace
 
-from dataplane.model.errors import ConfigError, CorruptShard, NeighbourGone
+from dataplane.model.errors import ConfigError, CorruptShard
 from dataplane.model.records import ColumnOptions, Exhausted, MixHistory, ShareChange, Stream, View
-from dataplane.node.asked_stream import HELD_S, PATIENCE_S, STREAM_IDLE_S
 from dataplane.node.making import JOB_IDLE_S
-from dataplane.rpc import tasks
+from dataplane.node.remote_slabs import HELD_S, PATIENCE_S, STREAM_IDLE_S
 from dataplane.rpc.codec import decode
 from dataplane.rpc.lending import StepRange
 from dataplane.rpc.messages import (
@@ -25,6 +24,7 @@ from dataplane.rpc.messages import (
     Layout,
     MixtureAsked,
     OpenJob,
+    Slab,
     SourceAsked,
     Working,
 )
@@ -86,7 +86,7 @@ def test_slabs_of_a_mixture_are_those_of_the_weights_that_the_asker_names(
 
     async def rows(node: MakerNode, **wanted: Any) -> list[list[int]]:
         given = await node.slab(node.wanted(0, 2, **wanted))
-        assert isinstance(given.result, tasks.Assembled)
+        assert isinstance(given.result, Slab)
         column, count = (
             decode(Layout, given.result.layout).columns[0],
             node.request.spec.global_batch,
@@ -144,9 +144,8 @@ def test_what_will_be_asked_for_is_made_before(parquet: str, tmp_path: Path) -> 
         coming = tuple(StepRange(first, 3) for first in (6, 9, 12))
         wanted = node.wanted(3, 3, coming=coming)
         node.check(wanted, await node.slab(wanted), expected)
-        (stream,) = [each for each in node.engine.scheduler._streams if each.walk.is_fed]
-        await node.until(lambda: [task.phase.name for task in stream.tasks] == ["READY"] * 3)
-        tasks_before = list(stream.tasks)
+        await node.until(lambda: [task.phase.name for task in node.tasks()] == ["READY"] * 3)
+        tasks_before = node.tasks()
         for each in coming:
             wanted = node.wanted(each.first, each.count)
             assert node.check(wanted, await node.slab(wanted), expected) == 3
@@ -160,9 +159,8 @@ def test_steps_that_are_not_coming_any_more_are_not_planned(parquet: str, tmp_pa
     async def scene(node: MakerNode) -> None:
         first = node.ask(node.wanted(1, coming=tuple(StepRange(i, 1) for i in range(2, 20))))
         second = node.ask(node.wanted(20, coming=(StepRange(21, 1), StepRange(90, 1))))
-        (stream,) = [each for each in node.engine.scheduler._streams if each.walk.is_fed]
-        fed = [*stream.walk.taken, *stream.walk.fed]
-        assert [each.first for each in fed] == [1, 20, 21]
+        firsts = [each.walk.stream.first_step for each in node.engine.scheduler._streams]
+        assert firsts == [1, 20, 21]
         for number in (first, second):
             of(await node.answer(number))
             node.given(number)
@@ -235,8 +233,8 @@ def test_a_batch_without_room_is_kept_until_it_is_asked_for_with_room(
         expected = await node.steps(Stream(0, 0, 0, 1, 0, 1))
         wanted = node.wanted(1, 2, slot_bytes=4096)
         refused = await node.slab(wanted, room=4096)
-        need = of(refused).bytes_needed
-        assert (of(refused).batch_count, refused.content) == (0, b"")
+        need = of(refused).bytes_used
+        assert (len(of(refused).batches), refused.content) == (1, b"")
         assert need > 4096
         assert node.lent_count() == 1
         given = await node.slab(node.wanted(1, 1, slot_bytes=4096), room=need)
@@ -258,16 +256,13 @@ def test_slabs_that_nobody_asks_for_any_more_are_released(parquet: str, tmp_path
     async def scene(node: MakerNode) -> None:
         many = tuple(StepRange(i, 1) for i in range(2, 12))
         of(await node.slab(node.wanted(1, coming=many)))
-        (stream,) = [each for each in node.engine.scheduler._streams if each.walk.is_fed]
-        await node.until(lambda: len(stream.tasks) >= 8)
-        # What was planned before comes first.
+        await node.until(lambda: len(node.tasks()) == len(many))
         given = await node.slab(node.wanted(20))
-        assert of(given).batch_count == 1
-        assert node.lent_count() == 3, "a quarter of the slots"
-        node.passes(HELD_S + 1)
-        assert node.lent_count() == 0
-        node.passes(STREAM_IDLE_S)
-        assert not [each for each in node.engine.scheduler._streams if each.walk.is_fed]
+        assert len(of(given).batches) == 1
+        assert node.tasks() == [], "nobody asks for them any more"
+        node.passes(STREAM_IDLE_S + 1)
+        (job,) = node.making._jobs.values()
+        assert not any(place.streams for place in job.places.values())
         assert list(node.engine.open_datasets()), "the job stays open"
 
     play(scene, parquet, tmp_path)
@@ -285,7 +280,7 @@ def test_an_asker_that_vanishes_holds_nothing_once_its_slab_was_not_taken(
         node.given(number)
         assert node.lent_count() == 0
         node.passes(STREAM_IDLE_S + 1)
-        assert not [each for each in node.engine.scheduler._streams if each.walk.is_fed]
+        assert not list(node.engine.scheduler._streams)
 
     play(scene, parquet, tmp_path)
 
@@ -299,8 +294,8 @@ def test_an_ask_that_takes_too_long_is_refused_once(parquet: str, tmp_path: Path
         node.passes(2)
         assert [node.lender.answers[number] for number in late] == [REFUSED, REFUSED]
         # It is made nevertheless, for the next ask.
-        assert of(await node.slab(node.wanted(7))).batch_count == 1
-        assert of(await node.slab(node.wanted(7, epoch=2))).batch_count == 1
+        assert len(of(await node.slab(node.wanted(7))).batches) == 1
+        assert len(of(await node.slab(node.wanted(7, epoch=2))).batches) == 1
 
     play(scene, parquet, tmp_path)
 
@@ -312,15 +307,14 @@ def test_an_ask_for_which_something_is_done_is_answered_so_that_it_is_repeated(
     async def scene(node: MakerNode) -> None:
         await node.open()
         late = node.ask(node.wanted(7))
-        (stream,) = [each for each in node.engine._streams.values() if each.walk.is_fed]
+        (stream,) = node.engine._streams.values()
         node.passes(PATIENCE_S - 1)
         stream.send(1, Working("calling map='m:f' over blocks", 12, 40))
         node.passes(2)
         given = node.lender.answers[late]
         assert isinstance(given, Given)
-        assert isinstance(given.result, NeighbourGone)
-        assert given.result.working
-        assert of(await node.slab(node.wanted(7))).batch_count == 1
+        assert isinstance(given.result, Working)
+        assert len(of(await node.slab(node.wanted(7))).batches) == 1
 
     play(scene, parquet, tmp_path)
 
@@ -347,12 +341,12 @@ def test_errors_of_the_data_go_to_the_asker_and_spoil_no_other_slab(
         given = [await node.answer(number) for number in numbers]
         results = [each.result for each in given if isinstance(each, Given)]
         kinds = [type(each) for each in results]
-        assert kinds == [tasks.Assembled, CorruptShard, tasks.Assembled, CorruptShard]
+        assert kinds == [Slab, CorruptShard, Slab, CorruptShard]
         assert "broken.parquet" in str(results[1])
         for number in numbers:
             node.given(number)
         assert isinstance((await node.slab(node.wanted(3))).result, CorruptShard)
-        assert of(await node.slab(node.wanted(5))).batch_count == 1
+        assert len(of(await node.slab(node.wanted(5))).batches) == 1
 
     play(scene, str(path), tmp_path, global_batch=4000, shuffle=False)
     assert len([line for line in caplog.messages if "a slab is not made" in line]) == 1
@@ -372,7 +366,7 @@ def test_a_job_is_closed_when_the_coordinator_says_so(parquet: str, tmp_path: Pa
         assert await node.answer(node.ask(node.wanted(4))) == UNKNOWN
         node.given(sent)
         await node.until_closed()
-        assert of(await node.slab(node.wanted(4))).batch_count == 1
+        assert len(of(await node.slab(node.wanted(4))).batches) == 1
 
     play(scene, parquet, tmp_path)
 

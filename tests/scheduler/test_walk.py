@@ -17,7 +17,6 @@ from dataplane.plan.mixed_order import MixedOrder, SourceOrder
 from dataplane.plan.mixture import Mixed, plan_of
 from dataplane.plan.order import Order
 from dataplane.plan.slices import Slice
-from dataplane.rpc.lending import StepRange
 from dataplane.rpc.messages import Batch
 from dataplane.rpc.tasks import Render
 from dataplane.scheduler.walk import Plan, SlabSizes, Walk
@@ -209,40 +208,20 @@ def test_a_walk_over_images_says_how_they_are_made_and_whether_they_are_cropped(
 
 
 @given(walks(), st.data())
-def test_a_fed_walk_plans_exactly_the_ranges_that_it_was_fed(
+def test_a_walk_of_some_steps_has_one_plan_of_them(
     drawn: tuple[Walk, Order, Slice, Stream, int], data: st.DataObject
 ) -> None:
     whole, order, own, at, most = drawn
     spec = JobSpec("f", global_batch=whole.global_batch, end=own.steps.end)
-    walk = Walk(spec, order, at, SlabSizes(most, most, 0), is_fed=True)
     steps = range(at.first_step, own.step_count, at.step_stride)
-    assert not walk.waiting_count
-    assert walk.next_plans(2) == []
-    given_up, asked = list[StepRange](), list[StepRange]()
-    for _ in range(data.draw(st.integers(0, 8)) if steps else 0):
-        first = data.draw(st.integers(0, len(steps) - 1))
-        one = StepRange(steps[first], data.draw(st.integers(1, len(steps) - first)))
-        walk.feed(one)
-        asked.append(one)
-        if data.draw(st.booleans()):
-            walk.fed.remove(one)
-            given_up.append(one)
-        before = list(walk.fed)
-        assert [each.first for each in before] == sorted(each.first for each in before)
-        count = data.draw(st.integers(0, len(before)))
-        walk.begin(count)
-        assert list(walk.taken)[len(walk.taken) - count :] == before[:count]
-        plans = walk.next_plans(count)
-        assert [plan.batches[0].step for plan in plans] == [e.first for e in before[: len(plans)]]
-        assert walk.waiting_count == len(before) - len(plans)
-        for plan, found in zip(plans, before, strict=False):
-            numbers = range(found.first, found.first + found.count * at.step_stride, at.step_stride)
-            assert [batch.step for batch in plan.batches] == list(numbers)
-            expected = own.positions_of_steps(found.first, found.count, at.step_stride)
-            blocks, rows = order.locate(expected.positions)
-            assert _samples(plan) == list(zip(blocks.tolist(), rows.tolist(), strict=True))
-            assert plan.first_position == walk.position_of(plan)
-    taken_or_left = [*walk.taken, *walk.fed, *given_up]
-    assert sorted(taken_or_left, key=repr) == sorted(asked, key=repr)
+    if steps:
+        count = data.draw(st.integers(1, len(steps)))
+        walk = Walk(spec, order, at, SlabSizes(most, most, 0), count=count)
+        (plan,) = walk.next_plans(2)
+        assert walk.is_planned
+        assert [batch.step for batch in plan.batches] == list(steps[:count])
+        expected = own.positions_of_steps(at.first_step, count, at.step_stride)
+        blocks, rows = order.locate(expected.positions)
+        assert _samples(plan) == list(zip(blocks.tolist(), rows.tolist(), strict=True))
     with pytest.raises(ConfigError):
-        walk.feed(StepRange(own.step_count, 1))
+        Walk(spec, order, at, SlabSizes(most, most, 0), count=len(steps) + 1)
