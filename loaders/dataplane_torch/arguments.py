@@ -126,7 +126,8 @@ class JobToOpen(Struct, frozen=True):
         check_pixels(opened.pixels)
         if not self.is_named:
             digest = changes_of(opened.entries).job_digest(opened.spec.joint_digest)
-            check_layout(self.request.job_id, self.request.topology, digest)
+            stage = len(opened.spec.stages)
+            check_layout(self.request.job_id, self.request.topology, digest, stage)
 
     def check_weights(self, found: WeightsChanged, epoch: int, cursor: int, number: int) -> None:
         """Compare new weights with the weights that other ranks have set. `number` counts these

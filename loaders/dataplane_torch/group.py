@@ -46,9 +46,10 @@ def check_pixels(pixels: str) -> None:
         )
 
 
-def check_layout(job_id: str, place: Topology, digest: str) -> None:
+def check_layout(job_id: str, place: Topology, digest: str, stage: int) -> None:
     """Check that all ranks of the group have the same layout and spec for a job that the user has
-    not named. Nodes that ranks start on several hosts share no coordinator that would check it.
+    not named, in a stage of its run. Nodes that ranks start on several hosts share no coordinator
+    that would check it.
 
     Raises:  SpecMismatch: another rank has declared something else.  PeerLost: the store does not
     answer.
@@ -65,7 +66,7 @@ def check_layout(job_id: str, place: Topology, digest: str) -> None:
         "dp_rank": place.dp_rank,
         "from": place.source,
     }
-    said = _first_said(f"dataplane/layout/{job_id}", json.dumps(mine))
+    said = _first_said(f"dataplane/layout/{job_id}/{stage}", json.dumps(mine))
     first: dict[str, Any] = json.loads(said) if said else mine
     for field in ("dp_size", "spec"):
         if first[field] != mine[field]:

@@ -201,19 +201,20 @@ def pair(monkeypatch: pytest.MonkeyPatch):
 
 def test_ranks_whose_nodes_share_no_coordinator_compare_layout_and_spec(pair) -> None:
     place = Topology(0, 2, 0, 2, source="torch.distributed: rank 0 of 2")
-    check_layout("j", place, "d" * 32)
-    check_layout("j", Topology(1, 2, 1, 2), "d" * 32)
+    check_layout("j", place, "d" * 32, 0)
+    check_layout("j", Topology(1, 2, 1, 2), "d" * 32, 0)
     alone = Topology(0, 1, 1, 2, source="DeviceMesh(tp=2), batch axes: none")
     with pytest.raises(SpecMismatch, match="differ in dp_size") as caught:
-        check_layout("j", alone, "d" * 32)
+        check_layout("j", alone, "d" * 32, 0)
     assert (caught.value.expected, caught.value.found) == (2, 1)
     mine, first = str(caught.value).splitlines()[1:]
     assert "rank 1  dp_rank 0 of 1  spec dddddddd  DeviceMesh(tp=2), batch axes: none" in mine
     assert "rank 0  dp_rank 0 of 2  spec dddddddd  torch.distributed: rank 0 of 2" in first
     with pytest.raises(SpecMismatch, match="differ in spec"):
-        check_layout("j", Topology(1, 2, 1, 2), "e" * 32)
-    check_layout("k", alone, "e" * 32)
-    check_layout("j", Topology(), "e" * 32)  # a loader that one rank makes for itself
+        check_layout("j", Topology(1, 2, 1, 2), "e" * 32, 0)
+    check_layout("k", alone, "e" * 32, 0)
+    check_layout("j", Topology(), "e" * 32, 0)  # a loader that one rank makes for itself
+    check_layout("j", Topology(1, 2, 1, 2), "e" * 32, 1)  # the next stage of the run
 
 
 def test_ranks_compare_the_weights_that_they_set(pair) -> None:
