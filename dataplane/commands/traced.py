@@ -404,13 +404,13 @@ def _stages(settings: Settings, options: Mapping[str, Any]) -> Callable[[Traced,
             for stage in reversed(spec.stages)
             for name, urls in (stage.before if epoch <= spec.first_epoch else ())
         ]
-        if epoch == spec.first_epoch:
-            manifests = with_left(spec, manifests, samples, before)
         while epoch < spec.first_epoch:
             ended = spec.stages[-1]
-            sources = [*before, *sources_of(spec, manifests)]
-            spec, manifests = former_job(spec.stages, sources, samples)
+            before = [*before, *sources_of(spec, manifests)]
+            spec, manifests = former_job(spec.stages, before, samples)
             job = _former(job, spec, ended, epoch, options["global_batch"])
+        if epoch == spec.first_epoch:
+            manifests = with_left(spec, manifests, samples, before)
         if manifests == [source.manifest for source in job.sources] and epoch > spec.first_epoch:
             return job
         read = tuple(
