@@ -195,6 +195,7 @@ STATE = {
     "global_batch": "how many samples a step had",
     "taken_out": "rows and shards that `loader.tombstone()` took out, each with its epoch and cursor",
     "stages": "the former stages of a run that has changed its recipe",
+    "schedule": "of `stages=`: the steps made in the present stage, that stage and later ones",
 }
 
 

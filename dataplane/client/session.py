@@ -57,7 +57,7 @@ from dataplane.model.errors import (
     PeerLost,
     SpecMismatch,
 )
-from dataplane.model.ledger import Ledger, LedgerEntry, LedgerMark, SourceUrls
+from dataplane.model.ledger import Ledger, LedgerEntry, LedgerMark, Schedule, SourceUrls
 from dataplane.model.records import MixHistory
 from dataplane.model.redact import unsigned
 from dataplane.rpc.messages import JobOpened, OpenJob, StageTimes, Waited, Welcome
@@ -193,7 +193,7 @@ class Session:
             mark=mark,
         ).normalised(job.spec, gaps)
 
-    def ledger(self, epoch: int, cursor: int) -> str:
+    def ledger(self, epoch: int, cursor: int, schedule: Schedule | None = None) -> str:
         """Return the job's ledger at this place, as JSON lines."""
         source, mixture, job = self.request.source, self.request.mixture, self.job
         mixed = job.spec.mixture
@@ -214,6 +214,7 @@ class Session:
                 SourceUrls(named.name, tuple(map(unsigned, named.source.urls)), named.source.format)
                 for named in sources
             ),
+            schedule,
             tuple(
                 {
                     mix_entry.seq: mix_entry
@@ -341,6 +342,11 @@ class Session:
         if own is not None:
             spec = structs.replace(own.spec, stages=())
             self._change(structs.replace(own, spec=spec, finishes=False))
+
+    def adopt(self, request: OpenJob) -> None:
+        """Have the job of this request opened next, by the same rank of the same launch."""
+        own, self.following = self.request, None
+        self._change(structs.replace(request, gone=own.gone, follows=own.follows))
 
     def list_again(self, epoch: int) -> None:
         """Have the shards listed again when the job is opened next, for this epoch."""

@@ -33,9 +33,11 @@ Named = tuple[tuple[str, tuple[str, ...]], ...]
 """Urls of datasets, by the names of sources; the name is "" without a mixture."""
 
 
-def stages_with(state: RunState, change: str, before: Named = ()) -> tuple[Stage, ...]:
+def stages_with(
+    state: RunState, change: str, before: Named = (), *, planned: bool = False
+) -> tuple[Stage, ...]:
     """Return the stages of a run that continues from this state with another recipe. The datasets
-    of the state were at the urls `before`.
+    of the state were at the urls `before`. Pass `planned` if the run's schedule says so.
 
     Raises:  ConfigError: there is no such change, or the run has too many stages.
     """
@@ -63,6 +65,7 @@ def stages_with(state: RunState, change: str, before: Named = ()) -> tuple[Stage
         spec=_spec(state),
         before=before,
         global_batch=state.global_batch,
+        planned=planned,
     )
     return (*state.stages, ended)
 

@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct, field, structs
@@ -20,7 +20,7 @@ from dataplane.base.units import whole
 from dataplane.model.changes import NO_GAPS, Ahead, EpochSteps, Gaps, TakenOut, resizes
 from dataplane.model.config import ORDER_VERSION, Fact, JobSpec, Stage, sparse, text_of
 from dataplane.model.errors import ConfigError, SpecMismatch, VersionMismatch
-from dataplane.model.ledger import PLACE_MAX, LedgerMark
+from dataplane.model.ledger import PLACE_MAX, LedgerMark, Schedule
 from dataplane.model.records import DatasetIdentity, MixHistory, ShareChange
 from dataplane.model.typed import complete
 from dataplane.rpc.messages import JobOpened
@@ -147,6 +147,7 @@ def _mix_number(given: object) -> int:
     return number
 
 
+_T = TypeVar("_T")
 STATE_VERSION = 2
 STAGES_MAX = 1000
 """The most former stages that a state may have."""
@@ -178,7 +179,8 @@ class RunState(Struct, frozen=True):
     `asked_weights` identifies those that its loader was given. `mark` identifies the last entry of
     the job's ledger on which the run depends. `stages` are the former stages of the run. With
     `global_batch`, a former stage is read to the end of its epoch; 0 if it is unknown. `gone` is
-    what the loader removed. `ahead` is the recipe with which the run goes on after the epoch.
+    what the loader removed. `ahead` is the recipe with which the run goes on after the epoch, and
+    `schedule` what is left of a schedule of stages.
     """
 
     spec_digest: str
@@ -198,6 +200,7 @@ class RunState(Struct, frozen=True):
     global_batch: int = 0
     gone: tuple[TakenOut, ...] = ()
     ahead: Ahead | None = None
+    schedule: Schedule | None = None
 
     @classmethod
     def of(cls, job: JobOpened, epoch: int, cursor: int) -> RunState:
@@ -240,6 +243,7 @@ class RunState(Struct, frozen=True):
         if self.gone:
             saved["taken_out"] = [list(structs.astuple(row)) for row in self.gone]
         stages = {"ahead": sparse(self.ahead), "stages": sparse(self.stages)}
+        stages["schedule"] = sparse(self.schedule)
         return saved | {name: value for name, value in stages.items() if value}
 
     @property
@@ -304,7 +308,7 @@ class RunState(Struct, frozen=True):
             None if rows is None else RowsDigest.from_dict(rows, epoch, cursor), mix, asked,
             _mark(saved), _values(saved), _stages(saved, epoch),
             _number(saved, "global_batch") if "global_batch" in saved else 0, _gone(saved),
-            _ahead(saved),
+            _converted(saved, "ahead", Ahead), _converted(saved, "schedule", Schedule),
         )  # fmt: skip
 
     def check(self, job: JobOpened, *, dataset_moved: bool = False) -> bool:
@@ -527,10 +531,10 @@ def _gone(saved: Mapping[str, Any]) -> tuple[TakenOut, ...]:
         return msgspec.convert(named, complete(tuple[TakenOut, ...]))
 
 
-def _ahead(saved: Mapping[str, Any]) -> Ahead | None:
-    stored = saved.get("ahead")
-    with _naming_damage("ahead", stored):
-        return None if stored is None else msgspec.convert(_plain(stored), complete(Ahead))
+def _converted(saved: Mapping[str, Any], key: str, cls: type[_T]) -> _T | None:
+    stored = saved.get(key)
+    with _naming_damage(key, stored):
+        return None if stored is None else msgspec.convert(_plain(stored), complete(cls))
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -32,10 +31,10 @@ from dataplane.commands.plan_mixture import (
     show_host_counts,
     show_mixture,
 )
-from dataplane.commands.traced import Traced, is_a_ledger, of_ledger
-from dataplane.model.config import JobSpec, MixtureSpec, NodeConfig
+from dataplane.commands.plan_stages import show_ledger, show_state
+from dataplane.commands.traced import is_a_ledger
+from dataplane.model.config import JobSpec, NodeConfig
 from dataplane.model.errors import ConfigError
-from dataplane.model.ledger import Ledger
 from dataplane.model.records import End, View
 from dataplane.settings import node_config
 from dataplane.store.urls import exists
@@ -106,7 +105,8 @@ def plan(
     For a mixture, name each dataset with --source; no run is needed. The plan says how many samples
     of each source an epoch has, how often the source is read, when it is exhausted, and how much
     memory its open windows take. Options of a source are weight, passes, max_passes, mean_length,
-    format, where, sample, split and limit. Of a ledger, the stages of the run are shown.
+    format, where, sample, split and limit. Of a ledger or a loader's saved state (JSON, or
+    torch.save()), the stages of the run are shown, behind and ahead.
 
     \b
     Examples:
@@ -117,11 +117,14 @@ def plan(
       dataplane plan --source web=s3://bucket/web/,weight=0.7 \\
         --source code=s3://bucket/code/,weight=0.3,max_passes=2 --global-batch 1024
       dataplane plan checkpoints/ledger.jsonl
+      dataplane plan checkpoints/state.json
     """
     from dataplane.commands.datasets import opened
 
-    if urls and exists(urls[0]) and is_a_ledger(urls):
-        _show_stages(_of_ledger(settings, urls[0], asked, workers), as_json=as_json)
+    if len(urls) == 1 and exists(urls[0]) and is_a_ledger(urls):
+        show_ledger(settings, urls[0], asked, workers, as_json=as_json)
+        return
+    if len(urls) == 1 and show_state(urls[0], as_json=as_json):
         return
     question = _question(asked, end)
     if mixture is not None:
@@ -149,73 +152,6 @@ def _question(asked: Mapping[str, int | None], end: str) -> Question:
             field="global_batch",
         )
     return Question(end=End(end), **asked)  # type: ignore[arg-type]
-
-
-def _of_ledger(
-    settings: Settings, path: str, asked: Mapping[str, int | None], workers: int
-) -> Traced:
-    options = {
-        "data": (), "dataset_moved": False, "dp_size": None, "workers": workers,
-        "format_name": "", "global_batch": asked["global_batch"],
-    }  # fmt: skip
-    return of_ledger(settings, options, Ledger.from_lines(Path(path).read_text(), path))
-
-
-def _show_stages(job: Traced, *, as_json: bool) -> None:
-    """Show the stages of a run, and the changes of the weights of a mixture that are ahead."""
-    spec, first_step, stages = job.spec, 0, list[dict[str, Any]]()
-    facts = [None if stage.spec is None else stage.spec.facts() for stage in spec.stages]
-    reached = job.reached or (0, 0)
-    begins = [0, *(stage.next_epoch for stage in spec.stages)]
-    for number, (begin, own) in enumerate(zip(begins, [*facts, spec.facts()], strict=True)):
-        is_former = number < len(spec.stages)
-        stop = begins[number + 1] if is_former else max(reached[0] + (reached[1] > 0), begin + 1)
-        before = own if not number else facts[number - 1]
-        names = {*(own or {}), *(before or {})}
-        steps = sum(map(job.steps_made, range(begin, stop)))
-        stages.append({
-            "stage": number + 1,
-            "first_epoch": begin,
-            "last_epoch": stop - 1 if stop > begin else None,
-            "first_global_step": first_step,
-            "steps": steps,
-            "unread": bool(number) and spec.stages[number - 1].unread,
-            "changed": sorted(n for n in names if (own or {}).get(n) != (before or {}).get(n)),
-        })  # fmt: skip
-        first_step += steps
-    ahead = [] if spec.mixture is None else _weights_ahead(job, spec.mixture)
-    if as_json:
-        output.write_json({"stages": stages, "ahead": ahead, "reached": reached})
-        return
-    lines = [
-        (
-            f"{of['stage']}", f"{of['first_epoch']} to {of['last_epoch']}", f"{of['steps']:,}",
-            f"{of['first_global_step']:,}", "what was unread" if of["unread"] else "all data",
-            ", ".join(of["changed"]),
-        )
-        for of in stages
-    ]  # fmt: skip
-    columns = ("stage", "epochs", "steps", "first global step", "begins with", "changed options")
-    output.write_table(columns, lines, "stages; the last one goes on")
-    if ahead:
-        shown = [(f"{at['epoch']}", f"{at['step']:,}", str(at["weights"])) for at in ahead]
-        output.write_table(("epoch", "step", "shares"), shown, "weights ahead")
-
-
-def _weights_ahead(job: Traced, mixture: MixtureSpec) -> list[dict[str, Any]]:
-    """Return the changes of weights after the place that the run has reached."""
-    return [
-        {
-            "epoch": change.epoch,
-            "step": -(-change.position // job.spec.global_batch),
-            "weights": {
-                source.name: round(share / sum(change.shares), 6)
-                for source, share in zip(mixture.sources, change.shares, strict=True)
-            },
-        }
-        for change in mixture.changes
-        if change.place > (job.reached or (0, 0))
-    ]
 
 
 def _show(

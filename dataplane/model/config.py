@@ -309,11 +309,10 @@ class Stage(Struct, frozen=True):
     When the stage ended, all ranks together had consumed `cursor` of the `sample_count` samples of
     `epoch`. `digest` is the digest of the stage's spec, `dataset` the identity of the dataset that
     it read, and `rows` the digest of the rows of all steps up to its end. If `unread`, the next
-    stage began with the samples that the interrupted epoch had not delivered; `before` then has
-    the urls of the former stage's datasets, by the names of sources, if the user gave them. `spec`
-    is the stage's spec without the dataset: fingerprints are "", and the windows of a mixture's
-    sources are unknown. `spec` is None if the saved state did not contain the spec. `global_batch`
-    is 0 if unknown.
+    stage began with the samples that the interrupted epoch had not delivered. `before` has the urls
+    of the former stage's datasets, by the names of sources, if they are given. `spec` is the
+    stage's spec without the dataset (fingerprints are "", windows of sources are unknown), or None
+    if the state lacked it. `global_batch` is 0 if unknown. A schedule ends a `planned` stage.
     """
 
     digest: str
@@ -326,6 +325,7 @@ class Stage(Struct, frozen=True):
     spec: JobSpec | None = None
     before: tuple[tuple[str, tuple[str, ...]], ...] = ()
     global_batch: Unsigned = 0
+    planned: bool = False
 
     @property
     def next_epoch(self) -> int:

@@ -108,10 +108,30 @@ class SourceUrls(Struct, frozen=True):
     format: str = ""
 
 
+class PlannedStage(Struct, frozen=True):
+    """A stage of a run's schedule. It lasts some steps or epochs, to the run's end if both are 0.
+    `change` is how it begins within an epoch, and `options` names its options, for people.
+    """
+
+    steps: Unsigned = 0
+    epochs: Unsigned = 0
+    change: str = ""
+    options: str = ""
+
+
+class Schedule(Struct, frozen=True):
+    """The rest of a run's schedule: the present stage, of which so many steps are `made`, and the
+    stages after it.
+    """
+
+    made: Unsigned
+    stages: tuple[PlannedStage, ...]
+
+
 class Ledger(Struct, frozen=True):
     """A job: its dataset, its spec, its progress, and its entries. `dataset` is None if it is
     unknown. `urls` are the urls of all sources of a mixture; `sources` lists them by source, and is
-    empty if it is unknown which source has which urls.
+    empty if it is unknown which source has which urls. `schedule` is what is left of a schedule.
     """
 
     job_id: str
@@ -124,6 +144,7 @@ class Ledger(Struct, frozen=True):
     cursor: int = 0
     dataset: DatasetIdentity | None = None
     sources: tuple[SourceUrls, ...] = ()
+    schedule: Schedule | None = None
     entries: tuple[LedgerEntry, ...] = ()
 
     @property
@@ -136,6 +157,8 @@ class Ledger(Struct, frozen=True):
         about: dict[str, Any] = {"ledger": LEDGER_VERSION, "head": self.head}
         for name in self.__struct_fields__[:-1]:
             about[name] = msgspec.to_builtins(getattr(self, name))
+        if self.schedule is None:
+            del about["schedule"]
         lines = (_first_line(about), *(entry.line for entry in self.entries))
         return "".join(f"{line}\n" for line in lines)
 
@@ -151,7 +174,8 @@ class Ledger(Struct, frozen=True):
             _check_plain([first, lines])
             version = first.pop("ledger")
             if version == LEDGER_VERSION:
-                known = {name: first[name] for name in cls.__struct_fields__[:-1]}
+                names = set(cls.__struct_fields__[:-1]) - ({"schedule"} - first.keys())
+                known = {name: first[name] for name in names}
                 entries = [LedgerEntry.of_plain(line) for line in lines]
                 ledger = msgspec.convert({**known, "entries": entries}, complete(cls))
                 ledger.check_places()

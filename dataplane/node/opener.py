@@ -569,9 +569,9 @@ def spec_of(opened: Opened, request: messages.OpenJob) -> JobSpec:
 
 def _settled(spec: JobSpec, identity: DatasetIdentity) -> JobSpec:
     """Return the spec without its last former stage, if that was a job with this very spec: nothing
-    has changed since its state was saved.
+    has changed since its state was saved, and no schedule ended it.
     """
-    if not spec.stages:
+    if not spec.stages or spec.stages[-1].planned:
         return spec
     *others, last = spec.stages
     before = replace(spec, stages=tuple(others))

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dataplane.transforms.steps.registry import *  # noqa: F403
     from dataplane_torch.dataset import ShardedIterableDataset
     from dataplane_torch.schema import BatchColumn, Schema
+    from dataplane_torch.stages import Stage
     from dataplane_torch.tensors import Ragged
 
     __all__ = [
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
         "ShardedIterableDataset",
         "Source",
         "Stack",
+        "Stage",
         "Statistics",
         "Topology",
         "bound_of",
@@ -51,6 +53,7 @@ _MODULES = {
     "Schema": "dataplane_torch.schema",
     "ShardedIterableDataset": "dataplane_torch.dataset",
     "Source": "dataplane.transforms.mixture_options",
+    "Stage": "dataplane_torch.stages",
     "Stack": "dataplane.transforms.stacks",
     "Statistics": "dataplane.client.statistics",
     "Topology": "dataplane.model.records",

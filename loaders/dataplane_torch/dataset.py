@@ -64,7 +64,7 @@ class ShardedIterableDataset(IterableDataset[Batch]):
     ) -> None:
         super().__init__()
         filled = cast("UrlOptions", {**DEFAULTS, **options})
-        for name in ("replay_first_slab", "follow"):
+        for name in ("replay_first_slab", "follow", "stages"):
             if filled[name]:
                 raise ConfigError(
                     f"{name} is an option of dataplane_torch.DataLoader: use that", field=name

@@ -28,7 +28,8 @@ class EpochReader:
     batches are on its device, and the next batch is copied ahead if it has already arrived. The
     reader never waits for it, since a slab that is taken too early could hold memory that the slab
     that is due needs. If batches have no columns, as on a middle stage of a pipeline, the node
-    makes no slabs for this reader, and batches are {}.
+    makes no slabs for this reader, and batches are {}. With `steps_max`, the epoch ends after so
+    many steps.
     """
 
     def __init__(
@@ -43,13 +44,14 @@ class EpochReader:
         in_worker: bool = False,
         copy_stream: CopyStream | None = None,
         replays: bool = False,
+        steps_max: int | None = None,
     ) -> None:
         """Prepare the reader. With `replays`, every slab is the first slab again."""
         self.epoch, self.start_cursor = epoch, cursor
         self.step, self.stride = first_step, stride
         self.valid_count: int | None = None
         self.is_left = False
-        self._decoder = decoder
+        self._decoder, self._steps_max = decoder, steps_max
         self._session, self._steps = session, epoch_steps(session, epoch, cursor)
         self._steps.check_ranks(epoch)
         # The step at which new weights of a mixture take effect, and the new weights.
@@ -81,7 +83,12 @@ class EpochReader:
     @property
     def is_complete(self) -> bool:
         """Whether the epoch's last batch was returned."""
-        return self.step >= self._steps.count
+        return self.step >= self._count
+
+    @property
+    def _count(self) -> int:
+        count = self._steps.count
+        return count if self._steps_max is None else min(count, self._steps_max)
 
     def next(self) -> Batch | None:
         """Return the next batch; None at the end of the epoch.
@@ -94,7 +101,7 @@ class EpochReader:
         if self._stream is None:
             self._follow()
             return self._without_columns()
-        if not self._fetched(self._stream):
+        if self.step == self._steps_max or not self._fetched(self._stream):
             return None
         about, make = self._ready[-1]
         batch = make()
@@ -169,7 +176,7 @@ class EpochReader:
 
     def skip(self, steps: int) -> None:
         """Pass over the next steps, at most to the end of the epoch."""
-        self.step = min(self.step + steps * self.stride, self._steps.count)
+        self.step = min(self.step + steps * self.stride, self._count)
 
     def close(self) -> None:
         """Release the stream and the current slab. May be called twice."""
@@ -191,7 +198,7 @@ class EpochReader:
         stream = self._stream
         # Ignore errors of a batch that is not due yet: they are raised again when it is due.
         with contextlib.suppress(Exception):
-            at_hand = stream is not None and step < self._steps.count and stream.is_at_hand
+            at_hand = stream is not None and step < self._count and stream.is_at_hand
             if stream is not None and at_hand and not self._ready:
                 self._ready = self._unpacked(stream.batches_from(step))
             if self._ready and isinstance(sending := self._ready[-1][1], Sending):

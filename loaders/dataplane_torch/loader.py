@@ -21,7 +21,6 @@ from dataplane.base.units import whole
 from dataplane.model.errors import ConfigError
 from dataplane.model.ledger import PLACE_MAX
 from dataplane_torch.arguments import (
-    job_of,
     listed,
     names_shards,
     passed_options,
@@ -30,6 +29,7 @@ from dataplane_torch.arguments import (
     refuse_torch_arguments,
 )
 from dataplane_torch.options import DEFAULTS, Arguments, UrlOptions, brief, epoch_of, url_options
+from dataplane_torch.stages import stages_of
 from dataplane_torch.torch_private.iteration import LoaderBase, index_sampler
 
 if TYPE_CHECKING:
@@ -111,6 +111,7 @@ class DataLoader(LoaderBase[_T_co]):
       timeout: float = 0         seconds to wait for a batch; 0 for the node's setting
       follow: bool = False       each epoch has the shards that are there at its begin
       dataset_moved: bool = False   accepts a state of the same dataset with other ETags
+      stages: list               a schedule of recipes: [Stage(steps=9000, max_length=4096), …]
       replay_first_slab: bool = False   repeats the first batches: how fast is the trainer alone?
 
     Every pass is one epoch, and the next pass is the next epoch, also after a pass that was left
@@ -493,18 +494,19 @@ def _open_job(given: Arguments, target: Target | None, *, pin_memory: bool) -> U
     """Return the job over urls. If this process has no node yet, start a node, which begins to open
     the dataset. The loader does not wait for the node before the first use.
 
-    Raises:  as `job_of`, and `JobToOpen.check_files`.
+    Raises:  as `stages_of`, and `JobToOpen.check_files`.
     """
-    job = job_of(given)
-    begun = job.begin()
+    stages = stages_of(given)
+    begun = stages[0].job.begin()
     try:
-        job.check_files()
+        for stage in stages:
+            stage.job.check_files()
         with collector.resting():  # for the reason in dataplane_torch/__init__.py
             from dataplane_torch.pinning import cuda_pinning
             from dataplane_torch.shards import UrlJob
 
         return UrlJob(
-            job,
+            stages,
             begun,
             dataset_moved=given.options["dataset_moved"],
             follows=given.options["follow"],

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from dataplane.model.records import Topology
     from dataplane.transforms.pack_options import Pack
     from dataplane.transforms.steps.registry import Transform
+    from dataplane_torch.stages import Stage
 
 _P = ParamSpec("_P")
 Function = str | Callable[..., Any]
@@ -151,6 +152,12 @@ class JobArguments(TypedDict, total=False):
     """
     bad_max: float | None
     """The share of an epoch's rows that `on_bad="replace"` may replace; 0.001 by default."""
+    stages: Sequence[Stage] | None
+    """A schedule of recipes: `[Stage(steps=9000, max_length=4096), Stage(change="unread",
+    max_length=32768)]`. A Stage takes the options that differ from the loader's, also `batch_size`,
+    `shuffle` and first a dataset, and `steps` or `epochs`, except the last
+    ([example](../howto/sequence-length.md)).
+    """
     replay_first_slab: bool
     """Repeat the first batches of each epoch, to measure the trainer alone. Such a run has no
     state.

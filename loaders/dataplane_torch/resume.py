@@ -24,7 +24,7 @@ from dataplane.client.stages import (
 from dataplane.client.state import RowsDigest, RunState
 from dataplane.model.errors import ConfigError
 from dataplane.model.records import MixHistory
-from dataplane.rpc.messages import JobOpened
+from dataplane.rpc.messages import JobOpened, OpenJob
 
 REPLAY = "replay_first_slab"
 """The name of the option, and the only key in the state of a run with this option."""
@@ -138,6 +138,26 @@ def turned(session: Session, before: RowsDigest, epoch: int, *, lists: bool) -> 
 
     session.decide_mix(weights)
     return RowsDigest(epoch=epoch, base=before.value)
+
+
+def entered(
+    session: Session,
+    before: RowsDigest,
+    place: tuple[int, int],
+    request: OpenJob,
+    change: str,
+    former: Named,
+) -> RowsDigest:
+    """Begin the next stage of a schedule, with the recipe of `request`, at the place where the
+    stage before it ends, whose datasets were at the urls `former`. Return the digest of the new
+    stage, given the digest `before` it.
+    """
+    state = structs.replace(state_at(session, *place), digest=before)
+    stages = stages_with(state, change, former, planned=True)
+    session.adopt(request)
+    session.mixes_applied.clear()
+    session.change(stages, stages[-1].next_epoch)
+    return RowsDigest(epoch=stages[-1].next_epoch, base=before.value)
 
 
 def _weights_kept(state: RunState, job: JobOpened, *, is_new: bool) -> MixHistory | None:

@@ -26,19 +26,21 @@ from dataplane.client.mixing import (
 )
 from dataplane.client.mount import Pinning
 from dataplane.client.session import Session
-from dataplane.client.stages import FINISH
+from dataplane.client.stages import FINISH, RESTART
 from dataplane.client.state import RowsDigest
 from dataplane.client.statistics import Statistics
 from dataplane.model.changes import TakenOut
 from dataplane.model.errors import ClosedError, ConfigError, DataplaneError
+from dataplane.model.ledger import Schedule
 from dataplane.transforms.mixture_options import MixStep, weights_of
 from dataplane_torch.arguments import Before, JobToOpen, before_of
 from dataplane_torch.device import Target
 from dataplane_torch.epoch_reader import EpochReader, check_process
 from dataplane_torch.options import brief
-from dataplane_torch.resume import REPLAY, chosen, resumed, turned
+from dataplane_torch.resume import REPLAY, chosen, entered, resumed, turned
 from dataplane_torch.schema import Schema, schema_of
 from dataplane_torch.sending import CopyStream
+from dataplane_torch.stages import StageToOpen, scheduled
 from dataplane_torch.tensors import Batch, Decoder
 
 
@@ -87,7 +89,7 @@ class UrlJob:
 
     def __init__(
         self,
-        job: JobToOpen,
+        stages: Sequence[StageToOpen],
         begun: BegunNode | None = None,
         *,
         dataset_moved: bool = False,
@@ -96,7 +98,7 @@ class UrlJob:
         pinning: Pinning | None = None,
         target: Target | None = None,
     ) -> None:
-        self._job = job
+        self._stages, self._number = stages, 0
         self.urls = self._job.request.source.urls
         has_columns = self._job.parts.columns != ()  # without columns, no slabs are requested
         self._session = Session(
@@ -112,12 +114,17 @@ class UrlJob:
         self._decoder: Decoder | None = None
         self._schema: Schema | None = None
         self._epoch, self._cursor = 0, 0
+        self._made, self._reached = 0, (0, 0)  # the steps made in this stage, and the last place
         self._reader: EpochReader | None = None
         self._last: EpochReader | None = None
         self._digest = RowsDigest()
         self._digested: EpochReader | None = None
         self._digest_from = 0
         self._weights_set = 0
+
+    @property
+    def _job(self) -> JobToOpen:
+        return self._stages[self._number].job
 
     def begin(self) -> BatchIterator:
         """Begin the next pass. This ends the previous pass and its epoch, even in the middle."""
@@ -144,7 +151,7 @@ class UrlJob:
             decoder = self._decoder_of_job()
         reader = EpochReader(
             self._session, decoder, self._epoch, self._cursor, copy_stream=copy_stream,
-            replays=self._replays,
+            replays=self._replays, steps_max=self._steps_left,
         )  # fmt: skip
         self._digest = self._rows()
         self._cursor = 0
@@ -167,7 +174,11 @@ class UrlJob:
     def step_count(self) -> int:
         """The steps of the whole present epoch."""
         self._turn()
-        return epoch_steps(self._session, self.epoch).count
+        count, left = epoch_steps(self._session, self.epoch).count, self._steps_left
+        if left is None:
+            return count
+        cursor = self._cursor if self._reader is None else self._reader.cursor
+        return min(count, count - epoch_steps(self._session, self.epoch, cursor).count + left)
 
     @property
     def schema(self) -> Schema:
@@ -208,6 +219,7 @@ class UrlJob:
         """
         if epoch != self._epoch:
             self._cursor = chosen(self._session, epoch)
+        self._count_steps()
         self._epoch, self._reader = epoch, None
 
     def set_weights(self, weights: Mapping[str, float]) -> MixStep:
@@ -229,6 +241,11 @@ class UrlJob:
             raise ConfigError(
                 "weights do not change in the rest of an epoch with a former recipe: set them when"
                 f" epoch {self._session.following.epoch + 1} begins",
+                field="set_weights",
+            )
+        if self._steps_left == 0:
+            raise ConfigError(
+                "this stage has no steps left: set weights when the next one begins",
                 field="set_weights",
             )
         asked = weights_of(self.sources, weights, "set_weights")
@@ -262,9 +279,10 @@ class UrlJob:
             reader.skip(steps)
             self._digest_from = reader.cursor
             return reader.step - before
-        left = epoch_steps(self._session, self._epoch, self._cursor)
-        skipped = min(steps, left.count)
+        left, of_stage = epoch_steps(self._session, self._epoch, self._cursor), self._steps_left
+        skipped = min(steps, left.count, steps if of_stage is None else of_stage)
         self._cursor, self._digested = left.after(skipped), None
+        self._made, self._reached = self._made + skipped, (self._epoch, self._cursor)
         return skipped
 
     def tombstone(self, names: Sequence[str]) -> None:
@@ -296,6 +314,7 @@ class UrlJob:
             raise
         if reader is not None:
             reader.is_left = True
+        self._count_steps()
         (self._epoch, self._cursor), self._reader = place, None
         self._digest, self._digested = rows, None
 
@@ -314,15 +333,14 @@ class UrlJob:
             state = state_at(self._session, self._epoch, self._cursor)
         else:
             state = state_at(self._session, reader.epoch, reader.cursor)
-        return structs.replace(state, digest=self._rows()).to_dict()
+        return structs.replace(state, digest=self._rows(), schedule=self._schedule()).to_dict()
 
     def ledger(self) -> str:
         """Return the job's ledger as JSON lines, at the position of this run."""
         self._refuse_replay("record of what it read")
         reader = self._reader
-        if reader is None:
-            return self._session.ledger(self._epoch, self._cursor)
-        return self._session.ledger(reader.epoch, reader.cursor)
+        place = (self._epoch, self._cursor) if reader is None else (reader.epoch, reader.cursor)
+        return self._session.ledger(*place, self._schedule())
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], change: str | None = None, before: Before = None
@@ -336,11 +354,16 @@ class UrlJob:
         """
         if self._follows and change is None and state_dict:
             change = FINISH
+        self._count_steps()
+        before_load = self._number
+        self._number, self._made = scheduled(self._stages, state_dict)
+        if self._number != before_load:
+            self._session.adopt(self._job.request)
         state, sentence = resumed(
             state_dict, self._session, dataset_moved=self._dataset_moved,
             change=change, before=before_of(before), lists=self._follows,
         )  # fmt: skip
-        self._epoch, self._cursor = place_of(self._session, state)
+        self._epoch, self._cursor = self._reached = place_of(self._session, state)
         self._listed = self._epoch
         self._reader = self._digested = self._decoder = self._schema = None
         self._digest = state.digest or RowsDigest()
@@ -372,11 +395,61 @@ class UrlJob:
         reader, self._reader = self._reader, None
         if reader is None:
             return
+        self._count_steps(reader)
         self._epoch, self._cursor = reader.epoch + 1, 0
         if not reader.step and not reader.is_complete:
             self._epoch, self._cursor = reader.epoch, reader.start_cursor
 
+    def _count_steps(self, reader: EpochReader | None = None) -> None:
+        """Count the steps of the pass that ends now, unless a former recipe is being finished."""
+        reader = reader or self._reader
+        if reader is not None:
+            self._made += reader.step if self._session.following is None else 0
+            self._reached = reader.epoch, reader.cursor
+
+    @property
+    def _steps_left(self) -> int | None:
+        """The steps that the present stage still has; None if it ends elsewhere, or not."""
+        lasts, reader = self._stages[self._number].lasts, self._reader
+        if not lasts.steps or self._session.following is not None:
+            return None
+        return max(0, lasts.steps - self._made - (0 if reader is None else reader.step))
+
+    def _schedule(self) -> Schedule | None:
+        """Return what is left of the schedule; None without one."""
+        if len(self._stages) == 1:
+            return None
+        made = self._made
+        if self._reader is not None and self._session.following is None:
+            made += self._reader.step
+        return Schedule(made, tuple(stage.lasts for stage in self._stages[self._number :]))
+
     def _turn(self) -> bool:
+        """Begin the stages that are due. Return whether one may have begun."""
+        is_turned = self._turn_to_own()
+        while self._reader is None and (place := self._stage_end()) is not None:
+            rows = self._rows()
+            self._number += 1
+            following = self._stages[self._number]
+            self._digest = entered(
+                self._session, rows, place, following.job.request,
+                following.lasts.change or RESTART, following.before,
+            )  # fmt: skip
+            self._made, is_turned = 0, True
+            self._digested = self._decoder = self._schema = None
+        return is_turned
+
+    def _stage_end(self) -> tuple[int, int] | None:
+        """Return where the present stage has ended; None if it goes on."""
+        lasts, stages = self._stages[self._number].lasts, self._session.request.spec.stages
+        if lasts.epochs:
+            first = next((stage.next_epoch for stage in reversed(stages) if stage.planned), 0)
+            end = max(first + lasts.epochs, stages[-1].next_epoch if stages else 0)
+            return (end, 0) if self._epoch >= first + lasts.epochs else None
+        is_left = (self._epoch, self._cursor) > self._reached  # else its last pass may be resumed
+        return self._reached if is_left and self._steps_left == 0 else None
+
+    def _turn_to_own(self) -> bool:
         """Begin the stage of the loader's own recipe if a former one was to be finished, and its
         epoch is over; list the shards again if the loader follows them. Return whether a stage may
         have begun.
