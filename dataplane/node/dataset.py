@@ -13,6 +13,7 @@ import pyarrow as pa
 from msgspec import Struct, structs
 from msgspec.structs import replace
 
+from dataplane.formats import megatron
 from dataplane.formats.folders import folder_names
 from dataplane.index.viewing import Projection
 from dataplane.model.config import JobSpec
@@ -373,7 +374,8 @@ def _marks(
     # file that can be mapped; `is_decoded`, whether the shard's blocks are decoded: not if these
     # are zero-copy and `direct`, in canonical form with no small columns to be packed.
     is_local = shards.urls.starting_with(FILE_PREFIX.encode())
-    is_local &= ~shards.etags.starting_with(MARK.encode())
+    if manifest.format != megatron.NAME:  # whose blocks lie in the last part of a joined shard
+        is_local &= ~shards.etags.starting_with(MARK.encode())
     preamble = np.where(is_local, -1, shards.preamble_length)
     is_decoded = ~shards.zero_copy if direct else np.ones(len(shards), np.bool_)
     fetched = preamble[manifest.block_shard]

@@ -12,7 +12,7 @@ from dataplane.arena.memfd import Arena
 from dataplane.formats import base, folders, registry
 from dataplane.formats.unsupported import supported_names
 from dataplane.model.errors import CorruptShard, FunctionError
-from dataplane.model.records import ImageSpec, Region
+from dataplane.model.records import ImageSpec
 from dataplane.rpc import tasks
 from dataplane.transforms.made_columns import MappedColumns, mapped_in
 from dataplane.transforms.row_filter import BlockRows, RowFilter, filtered, reads_columns
@@ -293,9 +293,4 @@ def _raw_views(
     mapped = shards.of(raw)
     for piece in raw.pieces or ((raw.place,) if is_whole else ()):
         mapped.load(piece.offset, piece.length)
-    shard = memoryview(mapped.mapping)
-    return _cut(shard, raw.preamble_place), _cut(shard, raw.place), mapped.number
-
-
-def _cut(view: memoryview, region: Region) -> memoryview:
-    return view[region.offset : region.offset + region.length]
+    return mapped.view(raw.preamble_place), mapped.view(raw.place), mapped.number

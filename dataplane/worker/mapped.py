@@ -1,4 +1,8 @@
-"""Local shards, mapped for reading: each is checked against its etag whenever it is used."""
+"""Local shards, mapped for reading: each is checked against its etag whenever it is used.
+
+Of a shard that is joined from parts of files (model/joined.py), only the last part is mapped, which
+has all its blocks. The others are its preamble, which is read once.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,11 @@ from msgspec import Struct
 
 from dataplane.arena.memfd import populate
 from dataplane.model.errors import DatasetChangedError, ShardNotFound
+from dataplane.model.joined import Joined, head_of, is_joined
+from dataplane.model.records import Region
 from dataplane.rpc import tasks
-from dataplane.store.local import local_etag
+from dataplane.store.local import LocalStore, local_etag
+from dataplane.store.urls import FILE_PREFIX
 from dataplane.worker.columns import BlockColumns
 
 _OPEN_SHARDS_MAX = 256
@@ -36,6 +43,18 @@ class MappedShard(Struct, frozen=True, weakref=True, eq=False):
     is not written."""
     is_far: bool
     """Whether the file may be on a network file system."""
+    start: int = 0
+    """Where in the shard the mapping begins."""
+    preamble: bytes = b""
+    """The beginning of a joined shard, which is not mapped."""
+
+    def view(self, place: Region) -> memoryview:
+        """Return these bytes of the shard: its preamble, or a part of a block."""
+        whole: mmap.mmap | bytes = self.mapping
+        at = place.offset - self.start
+        if place.offset < len(self.preamble):
+            whole, at = self.preamble, place.offset
+        return memoryview(whole)[at : at + place.length]
 
     def check(self) -> None:
         """Check that the file was not written since it was indexed.   Raises:
@@ -44,7 +63,8 @@ class MappedShard(Struct, frozen=True, weakref=True, eq=False):
         _check_etag(self.url, self.etag, os.fstat(self.fd))
 
     def load(self, offset: int, length: int) -> None:
-        """Have these bytes read, and map their pages."""
+        """Have these bytes of the shard read, and map their pages."""
+        offset -= self.start
         if self.is_far:
             # NFS, Lustre and others read little ahead of page faults, but all that they are told.
             start = offset // mmap.PAGESIZE * mmap.PAGESIZE
@@ -57,7 +77,7 @@ class MappedShard(Struct, frozen=True, weakref=True, eq=False):
         start = np.frombuffer(self.mapping, np.uint8).ctypes.data
         for part in columns.values:
             if start <= part.address < start + len(self.mapping) and part.length:
-                self.load(part.address - start, part.length)
+                self.load(part.address - start + self.start, part.length)
 
 
 class MappedShards:
@@ -83,19 +103,31 @@ class MappedShards:
 
 
 def _map(path: str, raw: tasks.RawBlockRef) -> MappedShard:
+    url, etag, length, at, preamble = raw.url, raw.etag, raw.shard_bytes, 0, b""
+    if is_joined(etag):
+        joined, store = Joined.of(url, etag), LocalStore()
+        *firsts, last = zip(joined.members, joined.starts, strict=True)
+        parts = (store.read(one.url, begin, one.size_bytes, one.etag) for one, begin in firsts)
+        preamble = b"".join([head_of(etag), *parts])
+        url, etag, length, at = last[0].url, last[0].etag, last[0].size_bytes, last[1]
+        path = url.removeprefix(FILE_PREFIX)
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise ShardNotFound(f"{raw.url}: {error}", shard=raw.url) from error
+        raise ShardNotFound(f"{url}: {error}", shard=url) from error
     try:
         status = os.fstat(fd)
-        _check_etag(raw.url, raw.etag, status)  # includes the size: a shorter file cannot be mapped
-        mapping = mmap.mmap(fd, raw.shard_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+        _check_etag(url, etag, status)  # includes the size: a shorter file cannot be mapped
+        skipped = at % mmap.ALLOCATIONGRANULARITY
+        mapping = mmap.mmap(
+            fd, length + skipped, mmap.MAP_SHARED, mmap.PROT_READ, offset=at - skipped
+        )
     except BaseException:
         os.close(fd)
         raise
     is_far = os.major(status.st_dev) == _NO_DEVICE
-    shard = MappedShard(raw.url, raw.etag, fd, mapping, next(_numbers), is_far)
+    start = len(preamble) - skipped
+    shard = MappedShard(url, etag, fd, mapping, next(_numbers), is_far, start, preamble)
     weakref.finalize(shard, os.close, fd)
     return shard
 

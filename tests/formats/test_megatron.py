@@ -13,10 +13,13 @@ from dataplane.cli import run
 from dataplane.formats import megatron, registry
 from dataplane.formats.base import RawBlock
 from dataplane.index.indexing import index_dataset
-from dataplane.model.errors import ConfigError, CorruptShard, ShardNotFound
+from dataplane.model.config import JobSpec
+from dataplane.model.errors import ConfigError, CorruptShard, DatasetChangedError, ShardNotFound
 from dataplane.model.records import Region
+from dataplane.node.dataset import dataset_of
 from dataplane.plan.manifest import Manifest
 from dataplane.store.connect import connect
+from dataplane.worker.mapped import MappedShards
 
 
 def written(folder: Path, documents: list[np.ndarray], name: str = "text_document") -> None:
@@ -73,6 +76,26 @@ def test_the_lengths_of_a_shard_alone_are_its_preamble(tmp_path: Path) -> None:
     manifest = index_dataset(str(tmp_path / "a.bin"))
     assert manifest.sample_count == count
     assert max(manifest.shards.preamble_length.tolist()) < 300_000
+
+
+def test_a_local_pair_is_mapped_where_it_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(megatron, "SHARD_DOCUMENTS", 64)
+    written(tmp_path, documents_of(150), "a")
+    manifest = index_dataset(tmp_path)
+    dataset, shards = dataset_of(1, manifest, JobSpec(manifest.fingerprint)), MappedShards()
+    for block in range(manifest.block_count):
+        raw = dataset.raw_block(block, None)
+        assert not dataset.blocks.needs_fetch(block)
+        mapped = shards.of(raw)
+        mapped.load(raw.place.offset, raw.place.length)
+        for place in (raw.preamble_place, raw.place):
+            read = connect(raw.url).read(raw.url, place.offset, place.length, raw.etag)
+            assert bytes(mapped.view(place)) == bytes(read)
+    (tmp_path / "a.bin").write_bytes(b"other")
+    with pytest.raises(DatasetChangedError, match=r"a\.bin changed since it was indexed"):
+        shards.of(raw)
 
 
 def test_a_pair_is_verified(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
