@@ -8,7 +8,6 @@ import gc
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import threading
@@ -23,8 +22,8 @@ import pyarrow.parquet as pq
 import pytest
 from dataplane_torch import DataLoader, Mixture, ShardedIterableDataset, Source
 from fleet import own_nodes, wait_until, worker_processes
+from forked import forking
 from hub import hub_server
-from servers import S3Server, reach
 from shards import arrow_bytes
 
 from dataplane.base.units import PREFIX
@@ -57,11 +56,14 @@ def numbers(loader: DataLoader) -> list[int]:
     return [x for batch in loader for x in batch["x"].tolist()]
 
 
-def test_the_node_is_there_before_the_loader_is_used(url: str) -> None:
-    with DataLoader(url, batch_size=4) as loader:
-        node = the_node()
-        assert numbers(loader) == list(range(30))
-        assert own_nodes() == [node]
+def test_the_node_is_there_before_the_loader_is_used_and_stays_for_another(url: str) -> None:
+    first, second = DataLoader(url, batch_size=4), DataLoader(url, batch_size=4)
+    node = the_node()
+    assert numbers(second) == list(range(30))
+    first.close()
+    assert numbers(second) == list(range(30))
+    assert own_nodes() == [node]
+    second.close()
 
 
 @pytest.mark.parametrize("ends", ["close", "collected"])
@@ -74,16 +76,6 @@ def test_a_loader_that_is_never_used_leaves_nothing(url: str, ends: str) -> None
     del loader
     gc.collect()
     node.wait(60)
-
-
-def test_the_node_of_a_closed_loader_stays_for_another_that_waits(url: str) -> None:
-    first, second = DataLoader(url, batch_size=4), DataLoader(url, batch_size=4)
-    node = the_node()
-    assert numbers(second) == list(range(30))
-    first.close()
-    assert numbers(second) == list(range(30))
-    assert own_nodes() == [node]
-    second.close()
 
 
 def test_a_node_that_was_killed_before_the_first_use_is_started_again(url: str) -> None:
@@ -127,43 +119,21 @@ def test_a_wrong_setting_of_the_node_is_told(url: str, monkeypatch: pytest.Monke
         next(iter(loader))
 
 
-def test_a_child_that_is_forked_before_the_first_use_takes_nothing_along(url: str) -> None:
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_child_that_is_forked_takes_nothing_along(url: str, *, is_read: bool) -> None:
     with DataLoader(url, batch_size=4) as loader:
         node = the_node()
-        pid = os.fork()
-        if not pid:
-            signal.alarm(60)
-            status = 1
-            try:
-                loader.close()
-                del loader
-                gc.collect()
-                status = 0
-            finally:
-                os._exit(status)
-        assert os.waitpid(pid, 0)[1] == 0
+
+        def use() -> int:
+            if is_read:  # over a connection of its own
+                return int(numbers(loader) != list(range(30)))
+            loader.close()
+            return 0
+
+        with forking(use) as child:
+            assert child.ask() == 0
         assert numbers(loader) == list(range(30))
         assert own_nodes() == [node]
-
-
-def test_a_forked_child_reads_over_a_connection_of_its_own(url: str) -> None:
-    with DataLoader(url, batch_size=4) as loader:
-        readable, writable = os.pipe()
-        pid = os.fork()
-        if not pid:
-            signal.alarm(60)
-            status = 1
-            try:
-                os.write(writable, repr(numbers(loader)).encode())
-                status = 0
-            finally:
-                os._exit(status)
-        os.close(writable)
-        said = os.read(readable, 1 << 10)
-        os.close(readable)
-        assert said == repr(list(range(30))).encode()
-        assert os.waitpid(pid, 0)[1] == 0
-        assert numbers(loader) == list(range(30))
 
 
 def test_a_node_without_loaders_keeps_no_memory_and_serves_the_next_one(
@@ -301,29 +271,6 @@ def test_a_dataset_that_grew_resumes_over_the_shards_that_it_had(train: Path) ->
     with pytest.raises(SpecMismatch, match=r"had 300 .* now has 400.*a list of their urls"):
         resumed(train, state)
     assert resumed(had, state) == rest
-
-
-def test_rewritten_shards_are_refused_even_with_dataset_moved(train: Path, tmp_path: Path) -> None:
-    state, _ = taken(train)
-    table = pa.table({"i": range(100)})
-    pq.write_table(table, train / "part-0" / "0.parquet", row_group_size=50)
-    with pytest.raises(SpecMismatch, match="but other shards"):
-        resumed(train, state, dataset_moved=True)
-
-
-def test_a_dataset_moves_to_another_bucket(
-    train: Path, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reach(s3_server, monkeypatch)
-    old, new = s3_server.bucket(), s3_server.bucket()
-    keys = [str(path.relative_to(train)) for path in sorted(train.glob("*/*"))]
-    s3_server.put(old, {f"train/{key}": (train / key).read_bytes() for key in keys})
-    state, rest = taken(f"s3://{old}/train/")
-    for key in keys:
-        source = {"Bucket": old, "Key": f"train/{key}"}
-        s3_server.client.copy_object(Bucket=new, Key=f"of-2026/{key}", CopySource=source)
-        s3_server.client.delete_object(**source)
-    assert resumed(f"s3://{new}/of-2026/", state) == rest
 
 
 def test_a_push_to_the_hub_reaches_the_next_run_and_is_never_mixed_into_one(

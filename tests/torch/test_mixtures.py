@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from dataplane_torch import DataLoader, Mixture, Pack, ShardedIterableDataset, Source
+from dataplane_torch import DataLoader, Mixture, Pack, Source
 
 from dataplane.model.errors import ConfigError, CorruptShard, SpecMismatch
 from dataplane.model.records import View
@@ -43,15 +42,6 @@ def mixed(folder: Path, weights: dict[str, float] | None = None, **options: Any)
     weights = weights or WEIGHTS
     sources = {name: Source(folder / name, weight=weight) for name, weight in weights.items()}
     return Mixture(sources, **options)
-
-
-def steps_of(loaders: list[Any]) -> list[list[int]]:
-    """The ids of each global batch, in the order of its positions."""
-    passes = [[batch["id"].tolist() for batch in loader] for loader in loaders]
-    return [
-        [ids for turn in zip(*step, strict=True) for ids in turn]
-        for step in zip(*passes, strict=True)
-    ]
 
 
 def test_errors_name_the_source_and_its_url(folder) -> None:
@@ -90,79 +80,6 @@ def test_batches_have_the_weights_share_of_each_source(folder) -> None:
     assert np.abs(np.array(counts) - len(ids) * np.array([0.7, 0.2, 0.1])).max() < 4 * 3.4
     for batch in batches[:-1]:
         assert abs((batch["from"] == 0).sum() - 0.7 * 24) < 4
-
-
-def test_a_last_step_of_fewer_rows_than_ranks_joins_the_step_before(folder) -> None:
-    given = {**SHUFFLED, "global_batch_size": 3, "columns": ["id"], "name": "short"}
-    found = []
-    for size in (1, 3):
-        with ExitStack() as stack:
-            loaders = [
-                stack.enter_context(
-                    DataLoader(mixed(folder, length=10), dp_rank=rank, dp_size=size, **given)
-                )
-                for rank in range(size)
-            ]
-            state = loaders[0].state_dict()
-            passes = [[batch["id"].tolist() for batch in loader] for loader in loaders]
-            assert [len(loader) for loader in loaders] == [len(each) for each in passes]
-            for loader in loaders:
-                loader.load_state_dict(state)
-            assert [[batch["id"].tolist() for batch in loader] for loader in loaders] == passes
-        found.append(passes)
-    ((whole,), parts) = found
-    assert [[*map(len, each)] for each in parts] == [[1, 1, 2], [1, 1, 1], [1, 1, 1]]
-    joined = [parts[at % 3][min(at // 3, 2)][at // 3 - min(at // 3, 2)] for at in range(10)]
-    assert joined == [one for step in whole for one in step]
-
-
-@pytest.mark.parametrize(
-    ("shuffle", "within", "beyond"), [(True, (0, 1, 5), (0, 3)), (False, (1,), (0,))]
-)
-def test_a_run_goes_on_anywhere_on_another_number_of_ranks(folder, shuffle, within, beyond) -> None:
-    options = {**SHUFFLED, "shuffle": shuffle, "end": "drop"}
-    with DataLoader(mixed(folder), **options) as loader:
-        whole = [batch["id"].tolist() for _ in range(2) for batch in loader]
-        first_count = len(loader)
-    for stop in (*within, *(first_count + more for more in beyond)):
-        with DataLoader(mixed(folder), **options) as loader:
-            batches = (batch for _ in range(2) for batch in loader)
-            for _ in range(stop):
-                next(batches)
-            state = json.loads(json.dumps(loader.state_dict()))
-        with ExitStack() as stack:
-            loaders = [
-                stack.enter_context(
-                    DataLoader(
-                        mixed(folder), name=f"again-{shuffle}", dp_rank=rank, dp_size=2, **options
-                    )
-                )
-                for rank in range(2)
-            ]
-            for loader in loaders:
-                loader.load_state_dict(state)
-            rest = steps_of(loaders)
-            if stop == first_count:  # nothing is left of the epoch: the next pass is the next one
-                assert rest == []
-                rest = steps_of(loaders)
-        end = first_count if stop < first_count else len(whole)
-        assert rest == whole[stop:end]
-
-
-def test_sources_are_used_up_or_read_again_as_asked(folder) -> None:
-    every = sum(COUNTS.values())
-    with DataLoader(mixed(folder, exhausted="renormalise"), **SHUFFLED) as loader:
-        ids = torch.cat([batch["id"] for batch in loader]).tolist()
-    assert len(ids) == len(set(ids)) == every
-    with DataLoader(mixed(folder, exhausted="cycle"), **SHUFFLED) as loader:
-        ids = torch.cat([batch["id"] for batch in loader]).tolist()
-    assert len(set(ids)) == every
-    assert abs(len(ids) - 150 / 0.2) < 50
-    with DataLoader(mixed(folder, exhausted="cycle", length=1000), **SHUFFLED) as loader:
-        assert len(loader) == -(-1000 // 24)
-        ids = torch.cat([batch["id"] for batch in loader])
-    assert len(ids) == 1000
-    assert (ids >= 20_000).sum() > 2 * COUNTS["math"]
 
 
 def test_shares_may_follow_from_sizes_passes_and_lengths(folder) -> None:
@@ -214,35 +131,6 @@ def test_too_many_sources_and_entries_are_refused_before_any_is_read() -> None:
         Mixture(some, schedule=[(1 + step, entry) for step in range(most)])
         with pytest.raises(ConfigError, match=f"more than {most} entries for {len(names)} sources"):
             Mixture(some, schedule=((1 + step, entry) for step in range(10**9)))
-
-
-def test_rows_in_place_and_decoded_rows_of_numbers_are_mixed(tmp_path, shared_node) -> None:
-    for at, name in enumerate(("a", "b")):
-        ids = np.arange(300) + 10_000 * at
-        table = pa.table({"id": ids, "x": ids.astype(np.float32)})
-        if name == "a":
-            with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as writer:
-                writer.write_table(table, max_chunksize=50)
-        else:
-            pq.write_table(table, tmp_path / "b.parquet", row_group_size=50)
-    sources = {
-        "a": Source(tmp_path / "a.arrow", weight=1), "b": Source(tmp_path / "b.parquet", weight=1)
-    }  # fmt: skip
-    for shuffle in (True, False):
-        with DataLoader(Mixture(sources), batch_size=40, shuffle=shuffle) as loader:
-            batches = list(loader)
-        assert sum(len(batch["id"]) for batch in batches) == 600
-        for batch in batches:
-            assert torch.equal(batch["id"].float(), batch["x"])
-            assert 0 < (batch["id"] < 10_000).sum() < len(batch["id"])
-
-
-def test_datasets_of_torch_workers_take_mixtures(folder) -> None:
-    dataset = ShardedIterableDataset(mixed(folder), 16, shuffle=True, seed=5)
-    loader = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=2)
-    with DataLoader(mixed(folder), batch_size=16, shuffle=True, seed=5) as ours:
-        expected = [batch["id"].tolist() for batch in ours]
-    assert [batch["id"].tolist() for batch in loader] == expected
 
 
 def test_sources_with_other_columns_are_refused_with_a_table(folder) -> None:
