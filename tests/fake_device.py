@@ -259,3 +259,43 @@ class FakeTarget:
     def pinning(self, *, reads_all: bool) -> DevicePinning:
         streams = [self.device.copy_stream] if reads_all else self.device.streams
         return DevicePinning(_Waits(self.device, streams))
+
+
+class LateDevice:
+    """A device whose queue of work ends when the test says so."""
+
+    def __init__(self, *, used: bool = True, refuses: bool = False) -> None:
+        self.used, self.refuses = used, refuses
+        self.registered: dict[int, int] = {}
+        self.pinned_count = self.unpinned_count = self.failures = 0
+        self.done = threading.Event()
+        self.asked = threading.Semaphore(0)
+
+    def register(self, address: int, size_bytes: int) -> None:
+        if self.refuses:
+            raise RuntimeError("out of locked memory")
+        assert address not in self.registered
+        self.registered[address] = size_bytes
+        self.pinned_count += 1
+
+    def unregister(self, address: int) -> None:
+        del self.registered[address]
+        self.unpinned_count += 1
+
+    def is_used(self) -> bool:
+        return self.used
+
+    def synchronize(self) -> None:
+        self.asked.release()
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("a graph is being captured")
+        assert self.done.wait(60)
+
+    def covers(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is entirely in registered memory."""
+        first, length = tensor.data_ptr(), tensor.numel() * tensor.element_size()
+        return any(
+            start <= first and first + length <= start + size
+            for start, size in self.registered.items()
+        )

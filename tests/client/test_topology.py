@@ -23,10 +23,6 @@ from dataplane.model.records import Topology
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 
 
-def test_torchrun_is_understood() -> None:
-    assert from_environment(TORCHRUN) == Topology(5, 8, 5, 8, 1, 4)
-
-
 @pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda launcher: launcher.name)
 def test_every_launcher_is_understood(launcher) -> None:
     environ = {launcher.rank: "3", launcher.size: "4", launcher.local_rank: "1"}
@@ -52,11 +48,6 @@ def test_slurm_writes_uneven_nodes_in_its_own_way() -> None:
 )
 def test_a_process_that_was_not_launched_as_a_rank_has_the_default_topology(environ) -> None:
     assert from_environment(environ) == Topology()
-
-
-def test_torchrun_inside_of_srun_counts_before_slurm() -> None:
-    slurm = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}
-    assert from_environment(TORCHRUN | slurm).rank == 5
 
 
 @pytest.mark.parametrize(
@@ -436,6 +427,7 @@ TRAIN_JOB = JOB_SET | {
         (PALS, "PALS of PBS", Topology(6, 8, 6, 8, 2, 4)),
         (HOROVOD, "Horovod", Topology(5, 8, 5, 8, 1, 4)),
         (SLURM | HOROVOD, "Horovod", Topology(5, 8, 5, 8, 1, 4)),
+        (SLURM | TORCHRUN_ENVIRONMENT, "torchrun", Topology(11, 16, 11, 16, 3, 8)),
         (PYTORCH_JOB, "PyTorchJob", Topology(2, 4, 2, 4)),
         (PYTORCH_JOB | TORCHRUN_ENVIRONMENT, "torchrun", Topology(11, 16, 11, 16, 3, 8)),
         (VOLCANO, "Volcano", Topology(2, 3, 2, 3)),

@@ -49,23 +49,31 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-@pytest.fixture
-def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     name = f"changes-{os.getpid()}:7077"
-    monkeypatch.setenv("DATAPLANE_STATE_DIR", str(tmp_path / "state"))
-    monkeypatch.setenv("DATAPLANE_SERVICE", name)
-    with Service("--listen", "127.0.0.1:0", "--service", name, *SMALL) as made:
-        yield made
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DATAPLANE_STATE_DIR", str(tmp_path_factory.mktemp("state")))
+        patch.setenv("DATAPLANE_SERVICE", name)
+        with Service("--listen", "127.0.0.1:0", "--service", name, *SMALL) as made:
+            yield made
 
 
 @pytest.fixture
-def command(service: Service, capsys: pytest.CaptureFixture[str]) -> Command:
-    """The JSON that a command prints, or, if a status is expected, its error."""
+def command(
+    service: Service,
+    request: pytest.FixtureRequest,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Command:
+    """What a command about this test's job prints as JSON, or, if a status is expected, its error."""
+    monkeypatch.setitem(OPTIONS, "name", request.node.name)
 
-    def asked(*arguments: str, status: int = 0) -> Any:
+    def asked(name: str, *arguments: str, job: str = request.node.name, status: int = 0) -> Any:
         capsys.readouterr()
         as_json = () if status else ("--json",)
-        assert run([*arguments, "--join", service.address, *as_json]) == status
+        given = [*name.split(), job, *arguments, "--join", service.address, *as_json]
+        assert run(given) == status
         told = capsys.readouterr()
         return told.err if status else json.loads(told.out)
 
@@ -79,7 +87,7 @@ def ranks(url: Any, size: int = 1, state: Any = None, **more: Any) -> Iterator[l
         made = []
         for rank in range(size):
             place = Topology(rank, size, rank, size, rank, size)
-            options = {"topology": place, "name": "j", "global_batch_size": BATCH, **OPTIONS}
+            options = {"topology": place, "global_batch_size": BATCH, **OPTIONS}
             made.append(stack.enter_context(DataLoader(url, **{**options, **more})))
         for loader in made if state else ():
             loader.load_state_dict(state)
@@ -115,7 +123,7 @@ def test_skipped_steps_are_passed_over_on_any_number_of_ranks_and_at_any_resume(
     shards: str, command: Command
 ) -> None:
     whole, before = states_of(shards)
-    told = command("skip", "j", "--steps", "4:7", "--epoch", "0")
+    told = command("skip", "--steps", "4:7", "--epoch", "0")
     assert (told["is_running"], told["entry"]["position"]) == (False, {"cursor": 96, "epoch": 0})
     left = [*whole[:4], *whole[7:]]
     found, states = states_of(shards)
@@ -141,11 +149,11 @@ def test_skipped_steps_are_passed_over_on_any_number_of_ranks_and_at_any_resume(
 def test_another_global_batch_goes_round_the_same_positions(shards: str, command: Command) -> None:
     whole, _ = read(shards)
     flat = [one for batch in whole for one in batch]
-    command("skip", "j", "--steps", "2:3")
+    command("skip", "--steps", "2:3")
     left = flat[: 2 * BATCH] + flat[3 * BATCH :]
     found, _ = read(shards, 2, global_batch_size=20)
     assert found == [left[at : at + 20] for at in range(0, len(left), 20)]
-    traced = command("trace", "j", "--epoch", "0", "--step", "2")
+    traced = command("trace", "--epoch", "0", "--step", "2")
     assert [one["is_skipped"] for one in traced] == [at >= 48 for at in range(40, 60)]
 
 
@@ -155,28 +163,28 @@ def test_a_running_job_refuses_what_it_has_begun_and_goes_on_as_it_is(
     with ranks(shards) as (loader,):
         passing = iter(loader)
         batches = [next(passing)["id"].tolist() for _ in range(3)]
-        while command("ledger", "show", "j") == []:
+        while command("ledger show") == []:
             threading.Event().wait(0.05)
         for steps in ("0:2", "0:9"):
-            said = command("skip", "j", "--steps", steps, status=2)
+            said = command("skip", "--steps", steps, status=2)
             assert "the first step that can be skipped is step" in said
             assert "stop it, skip them, and resume it from a checkpoint at step 0" in said
-        told = command("skip", "j", "--steps", "9:11")
+        told = command("skip", "--steps", "9:11")
         assert told["is_running"]
         batches += [batch["id"].tolist() for batch in passing]
         assert len(batches) == STEPS
     found, _ = read(shards)
     assert found == [*batches[:9], *batches[11:]]
     for wrong, why in (("5", "FIRST:STOP"), ("7:7", "has steps 0:13"), ("9:14", "has steps 0:13")):
-        assert why in command("skip", "j", "--steps", wrong, status=2)
-    assert "no job is called 'k'" in command("skip", "k", "--steps", "0:1", status=2)
+        assert why in command("skip", "--steps", wrong, status=2)
+    assert "no job is called 'k'" in command("skip", "--steps", "0:1", job="k", status=2)
 
 
 def test_runs_are_compared_by_what_they_skip(shards: str, command: Command) -> None:
     _, plain = states_of(shards)
-    command("skip", "j", "--steps", "4:5")
+    command("skip", "--steps", "4:5")
     _, one = states_of(shards)
-    command("skip", "j", "--steps", "6:7")
+    command("skip", "--steps", "6:7")
     _, two = states_of(shards)
     digests = [[state["digest"]["value"] for state in each] for each in (plain, one, two)]
     assert digests[0][:5] == digests[1][:5] == digests[2][:5]
@@ -188,14 +196,14 @@ def test_runs_are_compared_by_what_they_skip(shards: str, command: Command) -> N
 def test_a_killed_trainer_goes_on_round_the_skip_from_an_older_checkpoint(
     shards: str, command: Command, tmp_path: Path
 ) -> None:
-    options = {"name": "j", "global_batch_size": BATCH, **OPTIONS}
+    options = {"global_batch_size": BATCH, **OPTIONS}
     with Run(tmp_path / "one", shards, 1, options) as first:
         (saved,) = first.go(3)
         first.go(5)
         whole = [[one for (one,) in batch] for batch in first.trainers[0].batches()]
         first.kill()
     wait_until_idle(command)
-    command("skip", "j", "--steps", "4:7", "--epoch", "0")
+    command("skip", "--steps", "4:7", "--epoch", "0")
     with Run(tmp_path / "two", shards, 1, options, state=saved["state"]) as second:
         (saved,) = second.go(1)
         second.go(1)
@@ -212,7 +220,7 @@ def test_a_killed_trainer_goes_on_round_the_skip_from_an_older_checkpoint(
 
 
 def wait_until_idle(command: Command) -> None:
-    while command("ledger", "show", "j")[-1]["kind"] != "end":
+    while command("ledger show")[-1]["kind"] != "end":
         threading.Event().wait(0.05)
 
 
@@ -220,8 +228,8 @@ def test_workers_of_torchs_loader_take_their_turns_round_a_skip(
     shards: str, command: Command
 ) -> None:
     whole, _ = read(shards)
-    command("skip", "j", "--steps", "3:6")
-    options = {"name": "j", "batch_size": BATCH, **OPTIONS}
+    command("skip", "--steps", "3:6")
+    options = {"batch_size": BATCH, **OPTIONS}
     dataset = ShardedIterableDataset(shards, **options)
     loader = TorchDataLoader(dataset, batch_size=None, num_workers=2)
     assert len(dataset) == STEPS - 3
@@ -233,7 +241,7 @@ def test_a_row_that_is_taken_out_is_replaced_by_one_of_its_block_and_nothing_els
     shards: str, command: Command
 ) -> None:
     whole, before = states_of(shards)
-    told = command("tombstone", "j", "--row", "s0.parquet:7", "--row", "2:99")
+    told = command("tombstone", "--row", "s0.parquet:7", "--row", "2:99")
     assert told["entry"]["payload"]["rows"] == [[0, 7], [2, 99]]
     found, states = states_of(shards)
     flat, after = [[one for batch in each for one in batch] for each in (whole, found)]
@@ -248,17 +256,17 @@ def test_a_row_that_is_taken_out_is_replaced_by_one_of_its_block_and_nothing_els
     batches, _ = read(shards, 2, before[5])
     assert batches == found[5:]
     step = next(step for step, batch in enumerate(whole) if 7 in batch)
-    traced = command("trace", "j", "--epoch", "0", "--step", str(step))
+    traced = command("trace", "--epoch", "0", "--step", str(step))
     at = whole[step].index(7)
     assert (traced[at]["row"], traced[at]["instead_of"]) == (moved[7], 7)
-    replayed = command("replay", "j", "--epoch", "0", "--step", str(step))
+    replayed = command("replay", "--epoch", "0", "--step", str(step))
     assert [row["values"]["id"] for row in replayed] == found[step]
-    (gone,) = command("where", "j", "--row", "0:7", "--epochs", "0")
+    (gone,) = command("where", "--row", "0:7", "--epochs", "0")
     assert (gone["step"], gone["taken_out_for"], gone["seen"]) == (step, moved[7], False)
-    both = command("where", "j", "--row", f"0:{moved[7]}", "--epochs", "0")
+    both = command("where", "--row", f"0:{moved[7]}", "--epochs", "0")
     assert {one["instead_of"] for one in both} == {None, 7}
-    assert command("ledger", "verify", "j")["ok"]
-    shown = command("ledger", "show", "j")
+    assert command("ledger verify")["ok"]
+    shown = command("ledger show")
     assert [one["payload"]["rows"] for one in shown if one["kind"] == "tombstone"] == [
         [[0, 7], [2, 99]]
     ]
@@ -267,12 +275,12 @@ def test_a_row_that_is_taken_out_is_replaced_by_one_of_its_block_and_nothing_els
 def test_what_cannot_be_taken_out_is_refused(shards: str, command: Command) -> None:
     read(shards)
     some = [part for row in range(20, 39) for part in ("--row", f"1:{row}")]
-    command("tombstone", "j", *some)
-    said = command("tombstone", "j", "--row", "s1.parquet:39", status=2)
+    command("tombstone", *some)
+    said = command("tombstone", "--row", "s1.parquet:39", status=2)
     assert "rows 20 to 39 of file://" in said
     assert "a whole block" in said
-    assert "SHARD:ROW" in command("tombstone", "j", "--row", "7", status=2)
-    assert "has no row 100" in command("tombstone", "j", "--row", "0:100", status=2)
+    assert "SHARD:ROW" in command("tombstone", "--row", "7", status=2)
+    assert "has no row 100" in command("tombstone", "--row", "0:100", status=2)
     ids = sorted({one for batch in read(shards)[0] for one in batch})
     assert ids == [one for one in range(300) if not 120 <= one < 139]
     with pytest.raises(ConfigError, match="or another view of it"):
@@ -288,14 +296,14 @@ def test_rows_of_a_mixture_of_views_are_replaced_by_rows_of_the_same_view_and_so
     whole, before = states_of(mixed)
     data = [part for url in urls[:2] for part in ("--data", f"web={url}")]
     data += ["--data", f"code={urls[2]}"]
-    said = command("tombstone", "j", "--row", "web:0:7", *data, status=2)
+    said = command("tombstone", "--row", "web:0:7", *data, status=2)
     assert "1 row not in the view of this job, so it never reads them: web:0:7" in said
-    said = command("tombstone", "j", "--row", "0:6", *data, status=2)
+    said = command("tombstone", "--row", "0:6", *data, status=2)
     assert "mixes web, code; give SOURCE:SHARD:ROW" in said
     rows = [
         part for row in ("web:s1.parquet:6", "web:0:44", "web:0:45", "code:0:6") for part in ("--row", row)
     ]  # fmt: skip
-    told = command("tombstone", "j", *rows, *data)["entry"]["payload"]
+    told = command("tombstone", *rows, *data)["entry"]["payload"]
     assert (told["rows"], told["sources"]) == (
         [[0, 6, 1], [0, 44, 0, 2], [1, 6, 0, 3]],
         ["web", "code"],
@@ -312,13 +320,13 @@ def test_rows_of_a_mixture_of_views_are_replaced_by_rows_of_the_same_view_and_so
     step = next(step for step, batch in enumerate(whole) if 106 in batch)
     at = whole[step].index(106)
     of_step = ("--epoch", "0", "--step", str(step), *data)
-    traced = command("trace", "j", *of_step)[at]
+    traced = command("trace", *of_step)[at]
     assert (traced["source"], traced["row"], traced["instead_of"]) == ("web", moved[106] - 100, 6)
-    assert [row["values"]["id"] for row in command("replay", "j", *of_step)] == found[step]
+    assert [row["values"]["id"] for row in command("replay", *of_step)] == found[step]
     named = ("--source", "web", "--epochs", "0", *data)
-    (gone,) = command("where", "j", "--row", "1:6", *named)
+    (gone,) = command("where", "--row", "1:6", *named)
     assert (gone["step"], gone["taken_out_for"]) == (step, moved[106] - 100)
-    both = command("where", "j", "--row", f"1:{moved[106] - 100}", *named)
+    both = command("where", "--row", f"1:{moved[106] - 100}", *named)
     assert {one["instead_of"] for one in both} == {None, 6}
     check_documents_of_packs(mixed, data, command)
 
@@ -345,7 +353,7 @@ def check_documents_of_packs(mixed: Mixture, data: list[str], command: Command) 
 
     whole, state = packs(), saved(2)
     rows = ("--row", "web:s1.parquet:6", "--row", "code:0:6")
-    told = command("tombstone", "p", *rows, *data)["entry"]["payload"]
+    told = command("tombstone", *rows, *data, job="p")["entry"]["payload"]
     assert told["rows"] == [[0, 6, 1], [1, 6, 0, 3]]
     found, moved = packs(), dict[int, int]()
     for tokens, ids, labels, after, ids_after, labels_after in (
@@ -366,8 +374,8 @@ def check_documents_of_packs(mixed: Mixture, data: list[str], command: Command) 
     assert [*itertools.chain(*packs(4, state))] == [*itertools.chain(*found[2:])]
     step = next(at for at, batch in enumerate(found) if batch != whole[at])
     of_step = ("--epoch", "0", "--step", str(step), *data)
-    traced = command("trace", "p", *of_step)
-    replayed = command("replay", "p", *of_step)
+    traced = command("trace", *of_step, job="p")
+    replayed = command("replay", *of_step, job="p")
     for one, values in zip(traced, replayed, strict=True):
         tokens = found[step][one["position"] - 8 * step][0]
         begin, end = one["place"], one["place"] + one["tokens"]
@@ -379,9 +387,9 @@ def check_documents_of_packs(mixed: Mixture, data: list[str], command: Command) 
         ("code", moved[206] - 200, 6),
     }
     named = ("--source", "web", "--epochs", "0", *data)
-    gone = command("where", "p", "--row", "1:6", *named)
+    gone = command("where", "--row", "1:6", *named, job="p")
     assert {one["taken_out_for"] for one in gone} == {other}
-    both = command("where", "p", "--row", f"1:{other}", *named)
+    both = command("where", "--row", f"1:{other}", *named, job="p")
     assert {one["instead_of"] for one in both} == {None, 6}
     assert {one["position"] for one in gone} < {one["position"] for one in both}
 
@@ -398,7 +406,7 @@ def test_a_shard_that_is_lost_is_replaced_by_others_and_nothing_else_moves(
     whole, before = states_of(manifest)
     data = ("--data", manifest)
     (tmp_path / "s1.parquet").unlink()
-    command("tombstone", "j", "--shard", "s1.parquet", *data)
+    command("tombstone", "--shard", "s1.parquet", *data)
     lost, blocks, expected = range(5, 10), SHARDS * ROWS // GROUP, []
     for batch in whole:
         twin = []
@@ -420,16 +428,16 @@ def test_a_shard_that_is_lost_is_replaced_by_others_and_nothing_else_moves(
         for row in batch
         if row // ROWS == 1
     )
-    traced = command("trace", "j", "--epoch", "0", "--step", str(step), *data)
+    traced = command("trace", "--epoch", "0", "--step", str(step), *data)
     assert [int(one["shard"][-9]) * ROWS + one["row"] for one in traced] == expected[step]
     stand_in = expected[step][at]
     both = command(
-        "where", "j", "--row", f"{stand_in // ROWS}:{stand_in % ROWS}", "--epochs", "0", *data
+        "where", "--row", f"{stand_in // ROWS}:{stand_in % ROWS}", "--epochs", "0", *data
     )
     assert [one["step"] for one in both if one.get("for_lost")].count(step) >= 1
-    (gone,) = command("where", "j", "--row", f"1:{whole[step][at] - ROWS}", "--epochs", "0", *data)
+    (gone,) = command("where", "--row", f"1:{whole[step][at] - ROWS}", "--epochs", "0", *data)
     assert (gone["is_lost"], gone["seen"]) == (True, False)
-    assert command("ledger", "verify", "j")["ok"]
+    assert command("ledger verify")["ok"]
     rest = [part for shard in (0, 2) for part in ("--shard", f"{shard}")]
-    said = command("tombstone", "j", *rest, *data, status=2)
+    said = command("tombstone", *rest, *data, status=2)
     assert "all shards that the job reads would be taken out" in said

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from dataplane_torch import CenterCrop, DataLoader
+from fleet import Service
 from kernels import without
 from pictures import drawn, encoded
 
@@ -24,30 +21,6 @@ from dataplane.transforms.pixels_library import load, maker
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("--block-arena-bytes", "16MiB", "--worker-count", "1")
 CROP = {"jpg": [CenterCrop(16)]}
-
-
-@contextmanager
-def serving(folder: Path, *arguments: str, **environ: str) -> Iterator[str]:
-    """The address that `dataplane serve` printed when it was ready."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "dataplane", "serve", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=folder,  # Python looks there first
-        env=os.environ | {"DATAPLANE_STATE_DIR": str(folder / "state")} | environ,
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    with process.stdout, process.stderr:
-        try:
-            line = process.stdout.readline()
-            if not line.startswith("ready: "):
-                pytest.fail(f"{line}{process.stderr.read()}")
-            yield line.split()[-1]
-        finally:
-            process.kill()
-            process.wait()
 
 
 @pytest.fixture
@@ -70,21 +43,25 @@ def without_libjpeg(tmp_path: Path) -> Path:
 
 @pytest.mark.usefixtures("small_node")
 def test_a_host_without_libjpeg_is_refused_by_a_job_that_began_with_it(
-    pictures: str, without_libjpeg: Path, tmp_path: Path
+    pictures: str, without_libjpeg: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("DATAPLANE_STATE_DIR", str(tmp_path / "state"))
     services = [f"host-{name}-{os.getpid()}:7077" for name in "ab"]
     ranks = [
         {"service": service, "dp_rank": rank, "dp_size": 2, "name": f"job-{os.getpid()}"}
         for rank, service in enumerate(services)
     ]
+
+    def node(service: str, *within: str) -> Service:
+        joins = ("--node", "--join", coordinator.address, "--service", service)
+        return Service(*joins, *SMALL, within=within)
+
     with (
-        serving(tmp_path, "--coordinator", "--listen", "127.0.0.1:0") as address,
-        serving(tmp_path, "--node", "--join", address, "--service", services[0], *SMALL),
-        serving(
-            tmp_path, "--node", "--join", address, "--service", services[1], *SMALL,
-            PYTHONPATH=str(without_libjpeg),
-        ),
-    ):  # fmt: skip
+        Service("--coordinator", "--listen", "127.0.0.1:0") as coordinator,
+        node(services[0]),
+        # Python looks first where it is started.
+        node(services[1], "env", "-C", str(without_libjpeg)),
+    ):
         with DataLoader(pictures, 2, transforms=CROP, **ranks[0]) as first:
             assert len(first) == 3
             with (

@@ -19,7 +19,7 @@ import torch
 from dataplane_torch.pinning import DevicePinning, cuda_pinning
 from dataplane_torch.sending import Sending
 from dataplane_torch.tensors import tensor_over
-from fake_device import FakeCopyStream, FakeDevice, Stream
+from fake_device import FakeCopyStream, FakeDevice, LateDevice, Stream
 from fake_node import open_job
 from hypothesis import given
 from hypothesis import strategies as st
@@ -298,35 +298,6 @@ def test_what_goes_wrong_ahead_is_raised_when_it_is_due_and_tried_again() -> Non
     assert [one.numel() for one in sending()] == [2, 3]
     assert made == [1]
     device.finish()
-
-
-class LateDevice:
-    """A device whose queue of work ends when the test says so."""
-
-    def __init__(self, *, used: bool = True, refuses: bool = False) -> None:
-        self.used, self.refuses = used, refuses
-        self.registered: dict[int, int] = {}
-        self.done = threading.Event()
-        self.asked = threading.Semaphore(0)
-        self.failures = 0
-
-    def register(self, address: int, size_bytes: int) -> None:
-        if self.refuses:
-            raise RuntimeError("out of locked memory")
-        self.registered[address] = size_bytes
-
-    def unregister(self, address: int) -> None:
-        del self.registered[address]
-
-    def is_used(self) -> bool:
-        return self.used
-
-    def synchronize(self) -> None:
-        self.asked.release()
-        if self.failures:
-            self.failures -= 1
-            raise RuntimeError("a graph is being captured")
-        assert self.done.wait(60)
 
 
 def released(node) -> list[int]:

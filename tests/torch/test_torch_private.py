@@ -23,7 +23,8 @@ import torch
 from dataplane_torch.local.local_pass import LocalPass
 from dataplane_torch.local.worker_pass import WorkerPass
 from dataplane_torch.torch_private import distributed, iteration, memory, workers
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, dataloader
+from torch.utils.data import DataLoader, dataloader
+from warm import WarmPython
 
 from dataplane.model.errors import VersionMismatch
 
@@ -32,11 +33,6 @@ ROOMS = (Path(dataplane_torch.__file__).parent, ADAPTER.parents[2] / "benchmarks
 OURS = (dataplane_torch.DataLoader, LocalPass, WorkerPass)
 # Accelerate's loader has an attribute of the name that torch's iterators have.
 OF_OTHERS = {("accelerate.py", "_drop_last")}
-
-
-class Count(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(3))
 
 
 def is_private(name: str) -> bool:
@@ -189,84 +185,6 @@ def test_an_iterator_that_lacks_an_attribute_is_an_error_when_a_pass_begins(
         iter(loader)
 
 
-def test_an_iterator_keeps_what_it_took_from_its_loader() -> None:
-    dataset = TensorDataset(torch.arange(4))
-    loader = DataLoader(dataset, 2, drop_last=True, timeout=3, generator=torch.Generator())
-    made = iteration.WorkerPassBase(loader)
-    loader.generator.manual_seed(loader.generator.initial_seed())
-    assert made.dataset is dataset
-    assert made.collate_fn is loader.collate_fn
-    assert (made.auto_collation, made.drop_last, made.persists) == (True, True, False)
-    assert (made.timeout_s, made.worker_count, made.yielded_count) == (3, 0, 0)
-    assert (made.rank, made.world_size, made.shared_seed) == (0, 1, None)
-    assert (made.is_pinning, made.pinned_for) == (False, None)
-    assert made.base_seed == torch.empty((), dtype=torch.int64).random_(
-        generator=loader.generator
-    ).item()  # fmt: skip
-    assert [made.next_index(), next(made.indices)] == [[0, 1], [2, 3]]
-    made.yielded_count, made.indices, made.base_seed = 7, iter([[5]]), 9
-    assert (made._num_yielded, made.next_index(), made._base_seed) == (7, [5], 9)
-    made.begin_again(loader)
-    assert (made.yielded_count, made.next_index()) == (0, [0, 1])
-
-
-def test_torchs_own_calls_reach_the_names_of_ours() -> None:
-    class Pass(iteration.WorkerPassBase):
-        begun, closed = 0, False
-
-        def next_batch(self) -> Any:
-            return "batch"
-
-        def begin_again(self, loader: Any, *, is_first: bool = False) -> None:
-            self.begun += 1 + is_first
-
-        def close(self) -> None:
-            self.closed = True
-
-    made = Pass(DataLoader([1]))
-    assert (next(made), made.yielded_count) == ("batch", 1)
-    made._reset(None)
-    made._reset(None, first_iter=True)
-    made._shutdown_workers()
-    assert (made.begun, made.closed, made._workers) == (3, True, [])
-
-
-def test_a_local_pass_fetches_as_torchs_does() -> None:
-    made = iteration.LocalPassBase(DataLoader(Count(), 2))
-    assert made.fetcher.ended is False
-    assert [one.tolist() for one in made] == [[0, 1], [2]]
-    assert made.fetcher.ended is True
-    made.fetcher.dataset_iter, made.fetcher.ended = iter([4]), False
-    assert made.next_batch().tolist() == [4]
-
-
-def test_the_kind_sampler_and_length_of_a_loader_are_readable() -> None:
-    loader = DataLoader([3, 4, 5], 2)
-    assert not iteration.is_iterable(loader)
-    assert iteration.index_sampler(loader) is loader.batch_sampler
-    assert iteration.index_sampler(DataLoader([3], None)) is not None
-    flow = DataLoader(Count())
-    assert iteration.is_iterable(flow)
-    assert iteration.told_length(flow) is None
-
-
-def test_a_kept_pass_is_where_torch_keeps_it_and_is_not_pickled() -> None:
-    loader = iteration.LoaderBase([1])
-    assert isinstance(loader._new_pass(), dataloader._SingleProcessDataLoaderIter)
-    loader._kept_pass = kept = object()
-    assert loader._iterator is kept
-    assert loader.__getstate__() == {**vars(loader), "_iterator": None}
-
-
-@pytest.mark.parametrize(("is_iterable", "found"), [(False, [3, 5]), (True, [0, 1])])
-def test_a_fetcher_makes_the_batch_of_an_index(is_iterable, found) -> None:
-    dataset = Count() if is_iterable else [3, 4, 5]
-    fetcher = iteration.fetcher_of(
-        dataset, is_iterable=is_iterable, auto_collation=True, collate_fn=list, drop_last=False
-    )
-    assert fetcher.fetch([0, 2]) == found
-
-
 def test_a_worker_has_the_seeds_name_and_worker_info_of_torchs(monkeypatch) -> None:
     assert workers.numpy_seed(1, 2) == [307626447, 1538850434, 3092219749, 3926071173]
     monkeypatch.setattr(torch.utils.data._utils.worker, "_worker_info", None)
@@ -302,31 +220,6 @@ def killed(process: subprocess.Popen[bytes]) -> None:
     workers.raise_for_dead()
 
 
-def test_an_exception_travels_with_its_traceback() -> None:
-    try:
-        raise KeyError("a key")
-    except KeyError:
-        wrapped = workers.ExceptionWrapper(where="in a test")
-    with pytest.raises(KeyError, match=r"Caught KeyError in a test.*\n.*Traceback"):
-        wrapped.reraise()
-    wrapped.exc_type = RuntimeError
-    with pytest.raises(RuntimeError, match=r"(?s)in a test.*Traceback.*KeyError: 'a key'"):
-        wrapped.reraise()
-
-
-def test_tensors_are_collated_where_a_worker_says(monkeypatch) -> None:
-    table = torch.utils.data._utils.collate.default_collate_fn_map
-    before = dict(table)
-    monkeypatch.setitem(table, torch.Tensor, memory.stack_tensors)
-    memory.collate_tensors_by(lambda tensors, **_: len(tensors))
-    assert torch.utils.data.default_collate([torch.ones(2), torch.ones(2)]) == 2
-    memory.collate_tensors_by(lambda tensors, **_: None)
-    assert torch.utils.data.default_collate([torch.ones(2)]) == 1, "a user's function stays"
-    monkeypatch.undo()
-    assert table == before
-    assert memory.stack_tensors([torch.ones(2), torch.ones(2)]).shape == (2, 2)
-
-
 def test_storage_is_shared_until_a_worker_wants_none(monkeypatch) -> None:
     assert memory.new_shared_storage(8).is_shared()
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared", torch.UntypedStorage._new_shared)
@@ -337,14 +230,6 @@ def test_storage_is_shared_until_a_worker_wants_none(monkeypatch) -> None:
 
 def test_torch_pickles_its_types_by_the_table_that_parcels_read() -> None:
     assert memory.tensor_reducers.keys() >= {torch.Tensor, torch.UntypedStorage}
-
-
-def test_batches_are_pinned_by_their_own_pin_memory() -> None:
-    class Pins:
-        def pin_memory(self) -> str:
-            return "pinned"
-
-    assert memory.pin_memory({"a": [Pins(), "text"]}, device=None) == {"a": ["pinned", "text"]}
 
 
 def test_without_a_process_group_there_is_no_store() -> None:
@@ -374,12 +259,15 @@ threading.Thread(target=pickle_tensors, name=workers._FEEDER, daemon=True).start
 """
 
 
-def test_a_process_ends_normally_while_a_queue_pickles_tensors() -> None:
+def test_a_process_ends_normally_while_a_queue_pickles_tensors(
+    tmp_path: Path, warm_torch: WarmPython
+) -> None:
     """Without `end_queues_at_exit`, three of four abort."""
-    ended = subprocess.run(
-        [sys.executable, "-c", PICKLES_AT_ITS_END], check=False, capture_output=True, timeout=60
-    )
-    assert ended.returncode == 0, ended.stderr.decode()
+    (tmp_path / "pickles.py").write_text(PICKLES_AT_ITS_END)
+    process = warm_torch.run([str(tmp_path / "pickles.py")], os.environ, sys.stderr.fileno())
+    process.stdin.close()
+    process.stdout.close()
+    assert process.wait(60) == 0
 
 
 def test_a_queue_calls_its_thread_so() -> None:

@@ -193,7 +193,7 @@ class Waits(Samples):
         return i
 
 
-@pytest.mark.parametrize("context", ["spawn", "forkserver"])
+@pytest.mark.parametrize("context", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_workers_may_be_started_by_spawn_or_forkserver(context) -> None:
     def make(loader: type) -> Any:
         how = {"multiprocessing_context": context} if loader is DataLoader else {}

@@ -280,25 +280,6 @@ def test_an_epoch_set_between_the_state_and_its_pass_is_used(num_workers, stop) 
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_generator_continues_where_the_finished_pass_left_it(num_workers) -> None:
-    def shuffled() -> DataLoader:
-        generator = torch.Generator().manual_seed(3)
-        return DataLoader(range(12), 4, shuffle=True, generator=generator, num_workers=num_workers)
-
-    with shuffled() as loader:
-        first = iter(loader)
-        for _ in range(STEPS):
-            next(first)
-        state = loader.state_dict()
-        second = [batch.tolist() for batch in loader]
-    with shuffled() as loader:
-        loader.load_state_dict(state)
-        iterator = iter(loader)
-        loader.sampler.set_epoch(1)
-        assert [batch.tolist() for batch in iterator] == second
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_state_of_the_last_step_is_an_empty_pass_and_one_after_the_loop_is_not(
     num_workers,
 ) -> None:

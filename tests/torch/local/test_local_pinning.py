@@ -23,45 +23,13 @@ from dataplane_torch.local.parcel import Arrived, Parcel
 from dataplane_torch.local.segments import Extent, MappedSegments, Segments
 from dataplane_torch.local.worker import Setup
 from dataplane_torch.pinning import DevicePinning
+from fake_device import LateDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_datasets import LONG, Samples
 from torch.utils.data import default_collate
 
 from dataplane.arena.memfd import Arena
-
-
-class FakeDevice:
-    """A device whose queue of work ends when the test says so."""
-
-    def __init__(self) -> None:
-        self.registered: dict[int, int] = {}
-        self.pinned_count = self.unpinned_count = 0
-        self.is_busy = True
-        self.done = threading.Event()
-
-    def register(self, address: int, size_bytes: int) -> None:
-        assert address not in self.registered
-        self.registered[address] = size_bytes
-        self.pinned_count += 1
-
-    def unregister(self, address: int) -> None:
-        del self.registered[address]
-        self.unpinned_count += 1
-
-    def is_used(self) -> bool:
-        return self.is_busy
-
-    def synchronize(self) -> None:
-        assert self.done.wait(60)
-
-    def covers(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is entirely in registered memory."""
-        first, length = tensor.data_ptr(), tensor.numel() * tensor.element_size()
-        return any(
-            start <= first and first + length <= start + size
-            for start, size in self.registered.items()
-        )
 
 
 class Each(Samples):
@@ -74,7 +42,7 @@ class Each(Samples):
 class Walk:
     """A crew of one worker, and its batches one by one."""
 
-    def __init__(self, device: FakeDevice) -> None:
+    def __init__(self, device: LateDevice) -> None:
         def setup(worker_id: int, parent_pid: int) -> Setup:
             return Setup(
                 is_iterable=False,
@@ -108,9 +76,9 @@ class Walk:
 
 
 @pytest.fixture
-def walk() -> Iterator[tuple[Walk, FakeDevice]]:
+def walk() -> Iterator[tuple[Walk, LateDevice]]:
     """A crew whose memory a fake device reads."""
-    device = FakeDevice()
+    device = LateDevice()
     walk = Walk(device)
     try:
         yield walk, device
@@ -120,7 +88,7 @@ def walk() -> Iterator[tuple[Walk, FakeDevice]]:
         walk.crew.processes.clear()  # pytest keeps what a fixture gave
 
 
-def ends(device: FakeDevice) -> None:
+def ends(device: LateDevice) -> None:
     """Wait until nothing is registered any more."""
     pause = threading.Event()
     gc.collect()
@@ -144,7 +112,7 @@ def test_dead_batches_are_not_written_while_the_device_works(walk) -> None:
         addresses |= memory
         del batch
     device.done.set()
-    device.is_busy = False
+    device.used = False
     again = set()
     for step in range(30, 90):
         batch = walk.next()
@@ -159,9 +127,9 @@ def test_dead_batches_are_not_written_while_the_device_works(walk) -> None:
 
 def test_batches_that_are_held_stay_pinned_after_their_worker_ends(walk) -> None:
     walk, device = walk
-    device.is_busy = False
+    device.used = False
     held = [walk.next() for _ in range(5)]
-    device.is_busy = True
+    device.used = True
     walk.crew.close()
     assert all(device.covers(tensor) for batch in held for tensor in batch)
     last = held.pop()

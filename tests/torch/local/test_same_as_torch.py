@@ -39,6 +39,7 @@ from torch.utils.data import (
     default_convert,
     get_worker_info,
 )
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 COUNT = 7
 Arguments = dict[str, Any]
@@ -139,6 +140,27 @@ class Backwards:
         return COUNT
 
 
+class Eager(Backwards):
+    """Draws when an iterator of it is made, and not later."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(COUNT).tolist())
+
+
+class EagerBatches(Backwards):
+    """The same, in batches."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([batch.tolist() for batch in torch.randperm(COUNT).split(2)])
+
+
+class EachTime(Backwards):
+    """Draws whenever it is asked."""
+
+    def __iter__(self) -> Iterator[int]:
+        return (int(torch.randint(COUNT, ())) for _ in range(COUNT))
+
+
 def fails_after(count: int) -> Iterator[int]:
     yield from range(count)
     raise LookupError("the sampler ends badly")
@@ -165,6 +187,33 @@ def left(loader: Any) -> Iterator[Any]:
         yield from itertools.islice(loader, 2)
         yield "left"
     yield from loader
+
+
+def generators(loader: Any) -> list[Any]:
+    """The state of each generator."""
+    found = [torch.random.get_rng_state().tolist(), random.getstate()]
+    found += [np.random.get_state()[1].tolist()]  # type: ignore[index]  # noqa: NPY002
+    return [*found, *([loader.generator.get_state().tolist()] if loader.generator else [])]
+
+
+def drawing(loader: Any) -> Iterator[Any]:
+    """Draws between all steps."""
+    for iterator in (iter(loader), zip(loader, loader, strict=True)):
+        yield generators(loader)
+        torch.manual_seed(8)
+        for batch in iterator:
+            yield batch, generators(loader)
+            torch.rand(3)
+
+
+def drawing_kept(loader: Any) -> Iterator[Any]:
+    """The same with workers that stay, of which there are not two passes at once."""
+    for _ in range(2):
+        iterator = iter(loader)
+        yield generators(loader)
+        for batch in iterator:
+            yield batch, generators(loader)
+            torch.rand(3)
 
 
 def both_at_once(loader: Any) -> Iterator[Any]:
@@ -271,6 +320,12 @@ SAMPLED: dict[str, Make] = {
     "an array of indices": lambda: {"sampler": np.array([3, 1, 1, 0]), "batch_size": 3},
     "an array of batches": lambda: {"batch_sampler": np.array([[0, 6], [2, 2]])},
     "backwards": lambda: {"sampler": Backwards(), "batch_size": 4},
+    "eager": lambda: {"sampler": Eager()},
+    "eager, unbatched": lambda: {"sampler": Eager(), "batch_size": None},
+    "eager batches": lambda: {"batch_sampler": EagerBatches()},
+    "each time": lambda: {"sampler": EachTime()},
+    "iterable": lambda: {"dataset": Flow("drawn", COUNT)},
+    "datapipe": lambda: {"dataset": IterableWrapper(range(COUNT), deepcopy=False).shuffle()},
     "replaced": lambda: {"sampler": RandomSampler(range(COUNT), True, 11), "batch_size": 4},
     "weighted": lambda: {"sampler": WeightedRandomSampler([1.0, 3.0], 9), "batch_size": 4},
     "random subset": lambda: {"sampler": SubsetRandomSampler([5, 1, 2]), "batch_size": 2},
@@ -313,12 +368,16 @@ def cases() -> Iterator[Any]:
         for workers, walk in (
             *(("0", whole), ("0", both_at_once)),
             *(("2", left), ("2", both_at_once), ("2 kept", whole)),
+            *(("0", drawing), ("2", drawing_kept), ("2 kept", drawing_kept)),
         ):
+            if name == "datapipe" and walk in {both_at_once, drawing}:
+                continue  # of which there is one pass at a time
 
             def sampled(make: Make = make) -> Arguments:
                 return {"dataset": Of(drawn), **make()}
 
             quick = name in {"with a generator", "weighted"} and workers == "2"
+            quick |= walk is drawing_kept and name in {"shuffled", "each time", "datapipe"}
             yield case(f"{name} {walk.__name__}", sampled, walk, workers, is_quick=quick)
     for workers in WORKERS:
         for sample, walk in ((about_worker, whole), (drawn, left)):
