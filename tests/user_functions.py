@@ -116,13 +116,6 @@ def refuses(columns: dict[str, Any]) -> dict[str, Any]:
     raise ValueError(f"never {len(columns)}")
 
 
-def ends_late(columns: Columns) -> Columns:
-    """Ends its process in each block that has row 100."""
-    if 100 in columns["row"].to_pylist():
-        os.kill(os.getpid(), 11)
-    return columns
-
-
 class Counted:
     """An object that is expensive to make: it counts how often that was done, in a file that the
     environment names.

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from fake_node import Script, open_job, serving, steps_of
-from fleet import wait_until as wait_until_true
+from fleet import wait_until
 from forked import forking
 
 from dataplane.client.endpoint import Embedded, Served, find_endpoint
@@ -33,15 +33,6 @@ from dataplane.rpc.address import served_name
 from dataplane.rpc.messages import CloseJob, CloseStream, OpenJob, Release
 
 
-def wait_until(node, condition) -> None:
-    """Wait until the node, which runs in a thread, has seen something."""
-    for _ in range(3000):
-        if condition():
-            return
-        threading.Event().wait(0.01)
-    pytest.fail(f"the node never saw it: {list(node.seen)[-5:]}")
-
-
 def inode_of(fd: int) -> int | None:
     try:
         return os.fstat(fd).st_ino
@@ -55,7 +46,7 @@ def test_a_job_is_opened_once_and_closed_with_the_session(fake, session) -> None
     assert sum(isinstance(one, OpenJob) for one in node.seen) == 1
     mine.close()
     mine.close()
-    wait_until(node, lambda: node.seen[-1] == "gone")
+    wait_until(lambda: node.seen[-1] == "gone")
     assert isinstance(node.seen[-2], CloseJob)
     with pytest.raises(ClosedError):
         _ = mine.job
@@ -256,7 +247,7 @@ def test_every_request_carries_progress_and_stall(fake, session) -> None:
     stream.batches_from(1)
     stream.consumed = 16
     stream.batches_from(4)
-    wait_until(node, lambda: [o.cursor for o in node.seen if hasattr(o, "stall_s")][-1] == 16)
+    wait_until(lambda: [o.cursor for o in node.seen if hasattr(o, "stall_s")][-1] == 16)
     stream.close()
 
 
@@ -269,7 +260,7 @@ def test_ctrl_c_while_waiting_loses_nothing(fake, session, monkeypatch) -> None:
     def interrupt(*_given) -> None:
         """Interrupt the trainer once while it waits: during a send it would cost a connection."""
         monkeypatch.setattr(node, "_give", lambda *_: False)
-        wait_until(node, lambda: before.wire.is_waiting)
+        wait_until(lambda: before.wire.is_waiting)
         os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(node, "_give", interrupt)
@@ -326,7 +317,7 @@ def test_ctrl_c_in_the_moment_of_receiving_costs_a_connection_and_no_batch(
     del kept, mount, wire, slabs, spots
     gc.collect()
     assert gone() is None
-    wait_until(node, lambda: node.free_count == node.slots.layout.slot_count)
+    wait_until(lambda: node.free_count == node.slots.layout.slot_count)
 
 
 def test_a_fork_of_the_trainer_owns_nothing(fake, session) -> None:
@@ -373,7 +364,7 @@ def test_tensors_outlive_the_session_and_then_the_connection_goes(fake, session)
     assert "gone" not in node.seen
     assert held[0].memory.tobytes() == before
     del held
-    wait_until(node, lambda: node.seen[-1] == "gone")
+    wait_until(lambda: node.seen[-1] == "gone")
 
 
 def test_what_a_trainer_links_opens_no_network_and_is_light() -> None:
@@ -423,11 +414,7 @@ def test_slabs_that_a_forked_child_can_read_are_not_used_again(fake, session) ->
         assert child.ask() == 0
     stream.close()
     assert mine.mount().held_bytes == 0
-    for _ in range(3000):
-        if node.free_count == node.slots.layout.slot_count:
-            break
-        threading.Event().wait(0.01)
-    assert node.free_count == node.slots.layout.slot_count
+    wait_until(lambda: node.free_count == node.slots.layout.slot_count)
 
 
 def test_the_end_of_a_process_that_holds_batches_leaves_the_job_with_its_place(fake, name) -> None:
@@ -451,7 +438,7 @@ def test_the_end_of_a_process_that_holds_batches_leaves_the_job_with_its_place(f
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    wait_until_true(lambda: node.seen[-1] == "gone")
+    wait_until(lambda: node.seen[-1] == "gone")
     assert node.seen[-2] == CloseJob("job", 3, 12, holds_slabs=True)
 
 
@@ -461,4 +448,4 @@ def test_a_stream_that_is_left_reports_its_progress(fake, session) -> None:
     stream.batches_from(0)
     stream.consumed = 4
     stream.close()
-    wait_until_true(lambda: [o.cursor for o in node.seen if isinstance(o, CloseStream)] == [4])
+    wait_until(lambda: [o.cursor for o in node.seen if isinstance(o, CloseStream)] == [4])

@@ -16,19 +16,11 @@ from hypothesis import strategies as st
 from dataplane.client import topology
 from dataplane.client.identity import job_id, launch_identity, node_name
 from dataplane.client.meshes import BATCH_AXES, OTHER_AXES, SEQUENCE_AXES, STAGE_AXES, mesh_topology
-from dataplane.client.topology import ALONE, LAUNCHERS, find_topology, from_environment
+from dataplane.client.topology import ALONE, find_topology, from_environment
 from dataplane.model.errors import ConfigError
 from dataplane.model.records import Topology
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
-
-
-@pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda launcher: launcher.name)
-def test_every_launcher_is_understood(launcher) -> None:
-    environ = {launcher.rank: "3", launcher.size: "4", launcher.local_rank: "1"}
-    for name in launcher.local_size:
-        found = from_environment(environ | {name: "2"})
-        assert found == Topology(3, 4, 3, 4, 1, 2)
 
 
 def test_slurm_writes_uneven_nodes_in_its_own_way() -> None:

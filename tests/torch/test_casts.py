@@ -7,14 +7,13 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 import torch
 from dataplane_torch import DataLoader, Mixture, Pack, Ragged, ShardedIterableDataset, Source
 from fleet import own_nodes
-from shards import WRITERS, arrow_bytes, json_lines, parquet_bytes
+from shards import WRITERS, arrow_bytes, parquet_bytes
 
 from dataplane.model.errors import ConfigError, SchemaMismatch, SpecMismatch
 
@@ -40,13 +39,12 @@ def doubled(columns: dict[str, pa.Array]) -> dict[str, pa.Array]:
 
 @pytest.fixture(params=["parquet", "arrow"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    content = {
-        "parquet": lambda: parquet_bytes(ROWS, row_group_size=4),
-        "arrow": lambda: arrow_bytes(ROWS, rows=4),  # uncompressed: read in place without a cast
-    }[request.param]()
-    path = tmp_path / f"rows.{request.param}"
-    path.write_bytes(content)
-    return str(path)
+    written = tmp_path / f"rows.{request.param}"
+    if request.param == "parquet":
+        written.write_bytes(parquet_bytes(ROWS, row_group_size=4))
+    else:
+        written.write_bytes(arrow_bytes(ROWS, rows=4))  # uncompressed: read in place without a cast
+    return str(written)
 
 
 def test_an_embedding_takes_lists_of_uint16_once_they_are_converted(url: str) -> None:
@@ -81,20 +79,6 @@ def test_an_embedding_takes_lists_of_uint16_once_they_are_converted(url: str) ->
         assert loader.schema["tokens"].stored_type.endswith(": uint16>")
         with pytest.raises(SpecMismatch, match="dtype: not given in the state"):
             loader.load_state_dict(state)
-
-
-def test_rows_that_are_packed_side_by_side_are_converted_too(tmp_path: Path) -> None:
-    numbers = {f"c{at}": np.arange(at, 64 + at, dtype=np.uint16) for at in range(6)}
-    path = tmp_path / "rows.arrow"
-    path.write_bytes(arrow_bytes(pa.table(numbers), rows=16))
-    dtypes = {"c1": "int64", "c2": "float32", "c5": "uint8"}
-    with DataLoader(str(path), 8, shuffle=True, dtype=dtypes) as loader:
-        batches = list(loader)
-    rows = torch.cat([torch.stack([b[f"c{at}"].long() for at in range(6)], 1) for b in batches])
-    assert sorted(rows.tolist()) == [[first + at for at in range(6)] for first in range(64)]
-    assert [batches[0][f"c{at}"].dtype for at in range(6)] == [
-        torch.uint16, torch.int64, torch.float32, torch.uint16, torch.uint16, torch.uint8,
-    ]  # fmt: skip
 
 
 def test_columns_of_maps_and_codes_are_converted_and_packs_have_an_option_of_their_own(
@@ -306,17 +290,14 @@ LIST_ROWS = pa.table(
 )
 
 
-@pytest.fixture(params=["parquet", "arrow", "jsonl"])
+@pytest.fixture(params=["parquet", "arrow"])
 def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    kept = LIST_ROWS if request.param != "jsonl" else LIST_ROWS.drop_columns(["marks"])
-    content = {
-        "parquet": lambda: parquet_bytes(kept, row_group_size=4),
-        "arrow": lambda: arrow_bytes(kept, rows=4),
-        "jsonl": lambda: json_lines(kept.to_pylist()),
-    }[request.param]()
-    found = tmp_path / f"rows.{request.param}"
-    found.write_bytes(content)
-    return found
+    written = tmp_path / f"rows.{request.param}"
+    if request.param == "parquet":
+        written.write_bytes(parquet_bytes(LIST_ROWS, row_group_size=4))
+    else:
+        written.write_bytes(arrow_bytes(LIST_ROWS, rows=4))
+    return written
 
 
 def padded(rows: list[list[Any]], value: Any) -> list[list[Any]]:
@@ -337,13 +318,12 @@ def test_lists_are_cut_from_a_side_and_padded_with_a_value(path: Path, side: str
     rows = cut(3, side)
     for batch, at in zip(batches, (0, 3), strict=True):
         assert batch["tokens"].tolist() == padded(rows[at : at + 3], -100)
-        assert batch["tokens"].dtype == (torch.int64 if path.suffix == ".jsonl" else torch.int32)
+        assert batch["tokens"].dtype == torch.int32
         assert batch["tokens.length"].tolist() == [len(row) for row in rows[at : at + 3]]
         assert batch["flags"].dtype == torch.bool  # -100 is not a bool: zero
         flags = [[n % 2 == 1 for n in tokens or []] for tokens in TOKENS[at : at + 3]]
         assert batch["flags"].tolist() == padded(flags, value=False)
-        if "marks" in batch:
-            assert batch["marks"].tolist() == padded(MARKS[at : at + 3], -100.0)
+        assert batch["marks"].tolist() == padded(MARKS[at : at + 3], -100.0)
 
 
 def test_ragged_lists_are_cut_alike(tmp_path: Path) -> None:

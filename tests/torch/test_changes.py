@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from dataplane_torch import DataLoader, Mixture, Pack, ShardedIterableDataset, Source
-from fleet import Run, Service
+from fleet import Service
 from plan.plain import substitute
 from torch.utils.data import DataLoader as TorchDataLoader
 
@@ -146,17 +146,6 @@ def test_skipped_steps_are_passed_over_on_any_number_of_ranks_and_at_any_resume(
         assert len(loader) == STEPS
 
 
-def test_another_global_batch_goes_round_the_same_positions(shards: str, command: Command) -> None:
-    whole, _ = read(shards)
-    flat = [one for batch in whole for one in batch]
-    command("skip", "--steps", "2:3")
-    left = flat[: 2 * BATCH] + flat[3 * BATCH :]
-    found, _ = read(shards, 2, global_batch_size=20)
-    assert found == [left[at : at + 20] for at in range(0, len(left), 20)]
-    traced = command("trace", "--epoch", "0", "--step", "2")
-    assert [one["is_skipped"] for one in traced] == [at >= 48 for at in range(40, 60)]
-
-
 def test_a_running_job_refuses_what_it_has_begun_and_goes_on_as_it_is(
     shards: str, command: Command
 ) -> None:
@@ -178,50 +167,6 @@ def test_a_running_job_refuses_what_it_has_begun_and_goes_on_as_it_is(
     for wrong, why in (("5", "FIRST:STOP"), ("7:7", "has steps 0:13"), ("9:14", "has steps 0:13")):
         assert why in command("skip", "--steps", wrong, status=2)
     assert "no job is called 'k'" in command("skip", "--steps", "0:1", job="k", status=2)
-
-
-def test_runs_are_compared_by_what_they_skip(shards: str, command: Command) -> None:
-    _, plain = states_of(shards)
-    command("skip", "--steps", "4:5")
-    _, one = states_of(shards)
-    command("skip", "--steps", "6:7")
-    _, two = states_of(shards)
-    digests = [[state["digest"]["value"] for state in each] for each in (plain, one, two)]
-    assert digests[0][:5] == digests[1][:5] == digests[2][:5]
-    assert digests[0][5] != digests[1][5] == digests[2][5]
-    assert len({each[6] for each in digests}) == len({each[-1] for each in digests}) == 3
-
-
-@pytest.mark.usefixtures("warm_torch")
-def test_a_killed_trainer_goes_on_round_the_skip_from_an_older_checkpoint(
-    shards: str, command: Command, tmp_path: Path
-) -> None:
-    options = {"global_batch_size": BATCH, **OPTIONS}
-    with Run(tmp_path / "one", shards, 1, options) as first:
-        (saved,) = first.go(3)
-        first.go(5)
-        whole = [[one for (one,) in batch] for batch in first.trainers[0].batches()]
-        first.kill()
-    wait_until_idle(command)
-    command("skip", "--steps", "4:7", "--epoch", "0")
-    with Run(tmp_path / "two", shards, 1, options, state=saved["state"]) as second:
-        (saved,) = second.go(1)
-        second.go(1)
-        found = [[one for (one,) in batch] for batch in second.trainers[0].batches()]
-        assert found == [whole[3], whole[7]]
-        second.kill()
-    with Run(tmp_path / "three", shards, 1, options, state=saved["state"]) as third:
-        (ended,) = third.finish()
-        assert ended["steps"] == STEPS - 7
-        found = [[one for (one,) in batch] for batch in third.trainers[0].batches()]
-    assert found[0] == whole[7]
-    _, states = states_of(shards)
-    assert states[-1]["digest"] == ended["state"]["digest"]
-
-
-def wait_until_idle(command: Command) -> None:
-    while command("ledger show")[-1]["kind"] != "end":
-        threading.Event().wait(0.05)
 
 
 def test_workers_of_torchs_loader_take_their_turns_round_a_skip(

@@ -163,18 +163,6 @@ def test_the_reader_waits_for_a_slab_only_when_it_is_due(fake, onto, monkeypatch
     expect_nothing_left(device)
 
 
-def test_many_passes_at_once_over_little_memory_never_starve_each_other(epochs, onto) -> None:
-    device = onto()
-    with DataLoader(URL, SIZE, device="cuda") as loader:
-        passes = [iter(loader) for _ in epochs]
-        for at, (batches, expected) in itertools.product(
-            range(15), zip(passes, epochs, strict=True)
-        ):
-            step(device, batches, expected[at])
-        del passes, batches
-    expect_nothing_left(device)
-
-
 def test_batches_that_are_held_stay_right(epochs, onto) -> None:
     device = onto()
     with DataLoader(URL, SIZE, device="cuda") as loader:

@@ -125,20 +125,6 @@ def test_a_run_goes_on_across_changes_on_another_number_of_ranks(folder: Path) -
         assert rest[: known - step] == whole[step:known]
 
 
-def test_another_global_batch_leaves_changes_at_their_samples(folder: Path) -> None:
-    make = lambda: mixed(folder, schedule=[(20, SECOND), (25, THIRD)])  # noqa: E731
-    with DataLoader(make(), **OPTIONS) as loader:
-        whole = rows_of(loader)
-    with DataLoader(make(), **OPTIONS) as loader:
-        rows_of(loader, 8)
-        state = saved(loader)
-    with DataLoader(make(), **{**OPTIONS, "global_batch_size": 32}) as loader:
-        loader.load_state_dict(state)
-        rest = [one for row in rows_of(loader) for one in row]
-        assert saved(loader)["mixture"] == state["mixture"]
-    assert rest == [one for row in whole[8:] for one in row]
-
-
 def test_a_run_is_resumed_with_edited_weights(folder: Path) -> None:
     with DataLoader(mixed(folder), **OPTIONS) as loader:
         first = rows_of(loader, 12)
@@ -328,23 +314,6 @@ def test_only_loaders_over_a_mixture_have_weights(folder: Path) -> None:
         loader.set_weights({"web": 1})
     with pytest.raises(ConfigError, match="over a Mixture"):
         DataLoader([1, 2, 3]).set_weights({"web": 1})
-
-
-def test_weights_with_which_an_epoch_cannot_be_planned_are_refused(folder: Path) -> None:
-    mixture = mixed(folder, exhausted="renormalise", length=590)
-    with DataLoader(mixture, **{**OPTIONS, "global_batch_size": 16}) as loader:
-        expected = rows_of(loader, 5)
-    with DataLoader(mixture, **{**OPTIONS, "global_batch_size": 16}) as loader:
-        found: Rows = []
-        for batch in loader:
-            found.append(batch["id"].tolist())
-            if len(found) == 2:
-                # The next round begins in the next epoch, which would lack the first source.
-                with pytest.raises(ConfigError, match="an epoch of 590 samples"):
-                    loader.set_weights(THIRD)
-            if len(found) == 5:
-                break
-        assert found == expected
 
 
 def test_weights_with_which_an_epoch_would_have_no_step_are_refused(folder: Path) -> None:

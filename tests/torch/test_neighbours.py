@@ -12,7 +12,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -23,7 +22,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from away import Away, Proxy
+from away import Proxy
 from awry import Awry, Mood, awry_server
 from dataplane_torch import DataLoader, Pack
 from fleet import Service, wait_until
@@ -266,11 +265,6 @@ class Nodes:
         assert found is not None
         return found.read()
 
-    def waiting(self) -> set[int]:
-        """The nodes that wait for another one."""
-        numbers = range(len(self.names))
-        return {n for n in numbers if "another node opens the dataset" in self.log(n)}
-
     def has(self, number: int, pattern: str) -> bool:
         return any(self.cache(number).glob(pattern))
 
@@ -301,27 +295,6 @@ def test_one_node_indexes_counts_and_packs_and_the_others_get_it(
         assert nodes.has(number, "counts/*") == is_maker, "the others counted no rows"
         assert nodes.has(number, "packs/*") == is_maker, "nor packs"
         assert nodes.has(number, "index/*/*.manifest"), "all of them know it the next time"
-
-
-def test_when_the_node_that_indexes_is_killed_another_one_does_and_every_rank_goes_on(
-    stored: tuple[Proxy, str], s3_server: S3Server, tmp_path: Path
-) -> None:
-    proxy, url = stored
-    with Nodes(tmp_path, _environ(s3_server, proxy), 3) as nodes:
-        proxy.be(Away.HANG)
-        with ExitStack() as stack, ThreadPoolExecutor(3) as threads:
-            loaders = [stack.enter_context(nodes.loader(number, url)) for number in range(3)]
-            lengths = [threads.submit(len, loader) for loader in loaders]
-            wait_until(lambda: len(nodes.waiting()) == 2)
-            (maker,) = {0, 1, 2} - nodes.waiting()
-            nodes.nodes[maker].kill()
-            proxy.be(Away.WELL)
-            others = {0, 1, 2} - {maker}
-            # If it came back at once, it might go on.
-            wait_until(lambda: any(nodes.has(each, "index/*/shards-*.log") for each in others))
-            nodes.nodes[maker].start()
-            assert {length.result(60) for length in lengths} == {MANIFEST_ROWS // 12}
-    assert not nodes.has(maker, "index/*/shards-*.log"), "the node that came back got it, too"
 
 
 KILLED_SHARDS, KILLED_BLOCKS, KILLED_BLOCK_ROWS, WIDTH = 4, 6, 256, 1024

@@ -21,7 +21,7 @@ from dataplane_torch import DataLoader, Ragged, ShardedIterableDataset, Stack, b
 from fleet import own_nodes
 from warm import WarmPython
 
-from dataplane.model.errors import BudgetTooSmall, ConfigError, ShardNotFound, SpecMismatch
+from dataplane.model.errors import BudgetTooSmall, ConfigError, SpecMismatch
 
 COUNT = 700
 # On a machine with fewer processors than workers.
@@ -177,29 +177,6 @@ def test_two_ranks_share_a_node_and_go_on_where_one_stopped(shards, tmp_path, wa
     assert [sorted(k for part in step for k in part) for step in parts] == steps[20:]
     assert found[0]["state"] == ended
     assert {**ended, "digest": None} == {**states[0], "epoch": 1, "cursor": 0, "digest": None}
-
-
-def test_what_is_not_there_is_reported_by_name(shards) -> None:
-    with (
-        DataLoader(f"{shards}/none-*.parquet") as loader,
-        pytest.raises(ShardNotFound, match="none"),
-    ):
-        len(loader)
-    with (
-        DataLoader(shards, columns=["nothing"]) as loader,
-        pytest.raises(ConfigError, match="tokens"),
-    ):
-        iter(loader)
-
-
-def test_a_url_with_a_slash_too_few_is_told_what_was_meant(shards) -> None:
-    with (
-        DataLoader("s3:/bucket/train", batch_size=4) as loader,
-        pytest.raises(ConfigError, match=r"'s3:/bucket/train'.* did you mean s3://bucket/train\?"),
-    ):
-        next(iter(loader))
-    with DataLoader(f"file:{shards}", batch_size=4) as loader:
-        assert next(iter(loader))["i"].tolist() == [0, 1, 2, 3]
 
 
 def test_threads_that_share_an_iterator_get_each_batch_once(shards) -> None:

@@ -288,6 +288,13 @@ def test_names_of_jobs_are_plain_text(name):
             DataLoader("x.parquet", batch_size=1, **{argument: name})
 
 
+@LOADERS
+@pytest.mark.parametrize("name", ["", "x" * 201, 7])
+def test_a_group_has_a_name(loader, name):
+    with pytest.raises(ConfigError, match="sharing="):
+        loader("x.parquet", 4, sharing=name)
+
+
 URL = "s3://bucket/shards/*.parquet"
 KINDS = pytest.mark.parametrize("kind", [np.int64, np.uint16, np.int8, torch.tensor])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -315,30 +314,6 @@ def test_packs_of_a_mixture_have_every_document_of_a_pass_once(tmp_path: Path) -
         times = len(some) // counts[source]  # these passes are complete, and maybe one more begun
         assert times >= 2
         assert set(seen.values()) <= {times, times + 1}
-
-
-@pytest.mark.filterwarnings("ignore:the shuffle keeps")
-@pytest.mark.filterwarnings("ignore:.* of the tokens in packs are padding")
-def test_packs_of_more_blocks_than_fit_into_memory_are_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lengths = np.random.default_rng(1).integers(500, 3000, 500).tolist()
-    rows = [[at % 30_000] * length for at, length in enumerate(lengths)]
-    table = pa.table({"tokens": pa.array(rows, pa.list_(pa.int32()))})
-    (tmp_path / "a.parquet").write_bytes(parquet_bytes(table, row_group_size=30))
-    asked = {"shuffle": True, "batch_size": 24, "pack": Pack("tokens", 1024)}
-    found = []
-    for room in ("64MiB", "4MiB"):
-        # Each has a node of its own.
-        run = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": f"packs-{room}-{os.getpid()}"}
-        for variable, value in run.items():
-            monkeypatch.setenv(variable, value)
-        monkeypatch.setenv("DATAPLANE_BLOCK_ARENA_BYTES", room)
-        with DataLoader(tmp_path / "a.parquet", **asked) as loader:
-            found.append([{name: one.clone() for name, one in batch.items()} for batch in loader])
-    for whole, in_passes in zip(*found, strict=True):
-        assert whole.keys() == in_passes.keys()
-        assert all(torch.equal(whole[name], in_passes[name]) for name in whole)
 
 
 def noted(folder: Path, texts: list[str]) -> str:

@@ -253,16 +253,6 @@ def test_shards_that_a_condition_on_folders_decides_are_not_read(tmp_path: Path)
         count("lang == 'en' and x > 3")
 
 
-def test_a_folder_of_several_splits_is_refused_with_what_to_pass(tmp_path: Path) -> None:
-    for name in ("train-0", "train-1", "test-0"):
-        pq.write_table(pa.table({"x": [1, 2]}), tmp_path / f"{name}.parquet")
-    told = r"several splits.*train \(.*/train-\*\.parquet\)"
-    with DataLoader(tmp_path, 1) as loader, pytest.raises(ConfigError, match=told):
-        len(loader)
-    with DataLoader(tmp_path / "train-*.parquet", batch_size=1) as loader:
-        assert len(loader) == 4
-
-
 # Names that are integers in a tar file, too.
 ROWS = [{"cls": i, "id": None if i % 4 == 3 else i, "inx": i or None} for i in range(40)]
 
@@ -294,25 +284,6 @@ def test_columns_with_nulls_are_refused_together_before_the_first_batch(tmp_path
     assert not torch.cat([batch["cls.is_null"] for batch in batches]).any()
 
 
-@pytest.mark.parametrize("lists", ["padded", "ragged"])
-def test_masks_tell_null_lists_texts_and_objects_from_empty_ones(tmp_path, lists):
-    rows = [
-        {"l": [1, 2], "t": "a", "b": b"", "o": [["x"]], "f": 1.0},
-        {"l": None, "t": None, "b": None, "o": None, "f": None},
-        {"l": [], "t": "", "b": b"b", "o": [], "f": 2.0},
-    ]
-    path = tmp_path / "a.parquet"
-    path.write_bytes(WRITERS["parquet"](rows))
-    with DataLoader(str(path), batch_size=3, lists=lists, nulls="mask") as loader:
-        (batch,) = loader
-    for name in rows[0]:
-        assert batch[f"{name}.is_null"].tolist() == [False, True, False]
-    assert batch["t"] == ["a", None, ""]
-    assert torch.equal(batch["f"].isnan(), batch["f.is_null"])
-    lengths = batch["l"].offsets.diff() if lists == "ragged" else batch["l.length"]
-    assert lengths.tolist() == [2, 0, 0]
-
-
 def test_nulls_that_the_index_did_not_see_are_told_together_by_the_first_block_with_one(tmp_path):
     """Of JSON lines only the first 4 MiB are parsed for an index."""
     rows = [{"x": i, "y": i, "text": "t" * 400} for i in range(15_000)]
@@ -324,45 +295,6 @@ def test_nulls_that_the_index_did_not_see_are_told_together_by_the_first_block_w
         assert len(loader) == 15
         with pytest.raises(ConfigError, match=r'long.jsonl has nulls in 2 columns.*"x": 0, "y": 0'):
             list(loader)
-
-
-def write(folder: Path, writer: str, *tables: pa.Table) -> str:
-    for at, table in enumerate(tables):
-        content = parquet_bytes(table) if writer == "parquet" else arrow_bytes(table)
-        (folder / f"{at}.{writer}").write_bytes(content)
-    return str(folder)
-
-
-def read(url: str, **options: Any) -> dict[str, list[Any]]:
-    """All samples of a dataset, by column."""
-    found: dict[str, list[Any]] = {}
-    with DataLoader(url, batch_size=2, **options) as loader:
-        for batch in loader:
-            for name, column in batch.items():
-                values = column if isinstance(column, list) else column.tolist()
-                found.setdefault(name, []).extend(values)
-    return found
-
-
-@pytest.mark.parametrize("writer", ["parquet", "arrow"])
-def test_texts_and_nulls_of_any_type_are_read(tmp_path: Path, writer: str) -> None:
-    kinds = [
-        pa.string(), pa.large_string(), pa.string_view(), pa.null(),
-        pa.dictionary(pa.int8(), pa.string()),
-    ]  # fmt: skip
-    texts = [["a", None, "b"] if kind != pa.null() else [None] * 3 for kind in kinds]
-    tables = [
-        pa.table({"id": range(3 * at, 3 * at + 3), "s": pa.array(texts[at], kind)})
-        for at, kind in enumerate(kinds)
-    ]
-    url = write(tmp_path, writer, *tables)
-    everything = {"id": list(range(15)), "s": [text for some in texts for text in some]}
-    assert read(url) == everything
-    assert sorted(read(url, shuffle=True, seed=3)["id"]) == everything["id"]
-    of_view = read(url, where="s == 'b'")
-    assert of_view == {"id": [2, 5, 8, 14], "s": ["b"] * 4}
-    codes = read(url, codes=["s"])["s"]
-    assert codes == [{"a": 0, "b": 1, None: -1}[text] for text in everything["s"]]
 
 
 def is_written_and_read(arrays: list[pa.Array]) -> bool:

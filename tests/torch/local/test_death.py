@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch
 from dataplane_torch import DataLoader
-from local_datasets import LONG, Flow, Samples, Talks
+from local_datasets import LONG, Samples, Talks
 from warm import WarmProcess, WarmPython
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -97,10 +97,9 @@ def assert_gone(processes: list[psutil.Process]) -> None:
     assert not alive
 
 
-@pytest.mark.parametrize("persistent", ["no", "yes"])
-def test_workers_do_not_outlive_a_trainer_that_is_killed(trainer, persistent) -> None:
-    chance = random.Random(persistent)
-    with trainer("fork", persistent, "no") as process:
+def test_workers_do_not_outlive_a_trainer_that_is_killed(trainer) -> None:
+    chance = random.Random(0)
+    with trainer("fork", "yes", "no") as process:
         workers = workers_of(process)
         threading.Event().wait(chance.random() / 5)
         process.kill()
@@ -131,11 +130,10 @@ def test_workers_do_not_outlive_a_trainer_that_is_killed_while_it_waits_for_them
         assert_gone(workers)
 
 
-@pytest.mark.parametrize("persistent", ["no", "yes"])
 def test_a_trainer_that_exits_in_the_middle_of_a_pass_is_quick_and_silent(
-    trainer, persistent, tmp_path
+    trainer, tmp_path
 ) -> None:
-    with trainer("fork", persistent, "trainer") as process:
+    with trainer("fork", "yes", "trainer") as process:
         workers = workers_of(process)
         assert process.wait(60) == 0
         assert (tmp_path / "errors").read_text() == ""
@@ -314,12 +312,3 @@ def test_loaders_in_workers_are_as_torchs() -> None:
     for kind in (torch.utils.data.DataLoader, DataLoader):
         with pytest.raises(AssertionError, match="daemonic processes"):
             list(kind(Nested(kind, 1), None, num_workers=1))
-
-
-def test_nothing_lies_in_shared_memory_while_a_loader_runs() -> None:
-    iterator = iter(DataLoader(Flow("long", 40), 2, num_workers=2))
-    held = [next(iterator) for _ in range(10)]
-    family = [os.getpid(), *(process.pid for process in iterator._workers)]
-    for pid in family:
-        assert "/dev/shm/" not in Path(f"/proc/{pid}/maps").read_text()
-    del held, iterator

@@ -131,14 +131,6 @@ def test_collate_functions_may_return_any_type(num_workers, collate_fn) -> None:
     )
 
 
-@pytest.mark.parametrize("kind", sorted(ANYTHING))
-def test_samples_of_every_kind_without_batches(kind) -> None:
-    assert_equal(
-        lambda loader: loader(Samples(kind, 3), None, num_workers=1, collate_fn=as_is),
-        lambda loader: [*loader],
-    )
-
-
 def last_first(batch: list[torch.Tensor], *, collate_fn_map: Any = None) -> torch.Tensor:
     """An entry of default_collate_fn_map."""
     del collate_fn_map
@@ -163,15 +155,6 @@ def test_the_users_way_to_collate_tensors_is_used(kind, monkeypatch) -> None:
     if kind == "long":
         with pytest.raises(TypeError, match="default_collate"):
             list(make(DataLoader))
-
-
-@given(count=st.integers(1, 12), num_workers=st.integers(1, 3), batch_size=st.integers(1, 4))
-@settings(max_examples=5)
-def test_out_of_order_nothing_is_lost_and_nothing_twice(count, num_workers, batch_size) -> None:
-    for dataset in (Samples("int", count), Flow("int", count)):
-        with DataLoader(dataset, batch_size, num_workers=num_workers, in_order=False) as loader:
-            for _ in range(2):
-                assert sorted(i for batch in loader for i in batch.tolist()) == list(range(count))
 
 
 def test_out_of_order_a_slow_worker_does_not_hold_up_the_others() -> None:

@@ -131,28 +131,6 @@ def test_a_prefetch_depth_of_zero_is_refused_and_does_not_make_an_empty_pass() -
         iter(loader)
 
 
-def test_a_sampler_that_raises_does_so_here() -> None:
-    def numbers() -> Iterator[int]:
-        yield 1
-        raises()
-
-    with (
-        DataLoader(Samples("int", 4), sampler=Once(numbers()), num_workers=1) as loader,
-        pytest.raises(ZeroDivisionError, match=r"^by nothing"),
-    ):
-        list(loader)
-
-
-class Once:
-    """A sampler."""
-
-    def __init__(self, numbers: Iterator[int]) -> None:
-        self.numbers = numbers
-
-    def __iter__(self) -> Iterator[int]:
-        return self.numbers
-
-
 class Unspeakable(Talks):
     """A dataset whose state cannot be pickled."""
 

@@ -88,22 +88,6 @@ def await_next(loader: DataLoader) -> None:
     wait_until(lambda: found._next_made() is not None or found._hear(0.0, rests=True))
 
 
-def test_the_next_batch_is_copied_ahead_if_it_is_here_and_no_other(onto) -> None:
-    expected, _ = on_the_host(1)
-    device = onto()
-    with loader_of(1, device="cuda") as loader:
-        batches = iter(loader)
-        for i, want in enumerate(expected):
-            step(device, batches, want)
-            assert device.copies in (3 * (i + 1), 3 * min(i + 2, STEPS))
-            if i < STEPS - 2:
-                await_next(loader)
-                assert device.copies <= 3 * (i + 2)
-        assert device.copies == 3 * STEPS
-        del batches
-    expect_nothing_left(device)
-
-
 def arrays(samples: list[Any]) -> Any:
     """A batch of some parts that a loader leaves in host memory, and some that it moves."""
     x = torch.stack([one["x"] for one in samples])

@@ -261,18 +261,6 @@ def unsent(samples: list[torch.Tensor]) -> Any:
     return default_collate(samples), lambda: None
 
 
-def test_fds_do_not_grow_with_passes_whose_workers_are_new() -> None:
-    loader = DataLoader(Blocks(4), 2, num_workers=1)
-    held = list(loader)
-    fds = fd_count()
-    for _ in range(8):
-        held = list(loader)
-    assert fd_count() <= fds
-    del held
-    gc.collect()
-    assert mapped_bytes() == 0
-
-
 # Everything a loader can be given, with no shared memory at all to put it in.
 _WITHOUT_SHARED_MEMORY = """
 import warnings; warnings.simplefilter("ignore")
