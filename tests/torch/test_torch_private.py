@@ -23,7 +23,7 @@ import torch
 from dataplane_torch.local.local_pass import LocalPass
 from dataplane_torch.local.worker_pass import WorkerPass
 from dataplane_torch.torch_private import distributed, iteration, memory, workers
-from torch.utils.data import DataLoader, dataloader
+from torch.utils.data import DataLoader, TensorDataset, dataloader
 from warm import WarmPython
 
 from dataplane.model.errors import VersionMismatch
@@ -218,6 +218,55 @@ def killed(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     workers.raise_for_dead()
+
+
+def test_an_iterator_keeps_what_it_took_from_its_loader() -> None:
+    dataset = TensorDataset(torch.arange(4))
+    loader = DataLoader(dataset, 2, drop_last=True, timeout=3, generator=torch.Generator())
+    made = iteration.WorkerPassBase(loader)
+    loader.generator.manual_seed(loader.generator.initial_seed())
+    assert made.dataset is dataset
+    assert made.collate_fn is loader.collate_fn
+    assert (made.auto_collation, made.drop_last, made.persists) == (True, True, False)
+    assert (made.timeout_s, made.worker_count, made.yielded_count) == (3, 0, 0)
+    assert (made.rank, made.world_size, made.shared_seed) == (0, 1, None)
+    assert (made.is_pinning, made.pinned_for) == (False, None)
+    assert made.base_seed == torch.empty((), dtype=torch.int64).random_(
+        generator=loader.generator
+    ).item()  # fmt: skip
+    assert [made.next_index(), next(made.indices)] == [[0, 1], [2, 3]]
+    made.yielded_count, made.indices, made.base_seed = 7, iter([[5]]), 9
+    assert (made._num_yielded, made.next_index(), made._base_seed) == (7, [5], 9)
+    made.begin_again(loader)
+    assert (made.yielded_count, made.next_index()) == (0, [0, 1])
+
+
+def test_torchs_own_calls_reach_the_names_of_ours() -> None:
+    class Pass(iteration.WorkerPassBase):
+        begun, closed = 0, False
+
+        def next_batch(self) -> Any:
+            return "batch"
+
+        def begin_again(self, loader: Any, *, is_first: bool = False) -> None:
+            self.begun += 1 + is_first
+
+        def close(self) -> None:
+            self.closed = True
+
+    made = Pass(DataLoader([1]))
+    assert (next(made), made.yielded_count) == ("batch", 1)
+    made._reset(None)
+    made._reset(None, first_iter=True)
+    made._shutdown_workers()
+    assert (made.begun, made.closed, made._workers) == (3, True, [])
+
+
+def test_a_kept_pass_is_where_torch_keeps_it_and_is_not_pickled() -> None:
+    loader = iteration.LoaderBase([1])
+    loader._kept_pass = kept = object()
+    assert loader._iterator is kept
+    assert loader.__getstate__() == {**vars(loader), "_iterator": None}
 
 
 def test_storage_is_shared_until_a_worker_wants_none(monkeypatch) -> None:
