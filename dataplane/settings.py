@@ -35,16 +35,16 @@ NEIGHBOUR_SETTINGS: tuple[Setting, ...] = (
     Setting(
         "data_listen",
         DATA_ADDRESS,
-        "where other nodes ask a served node for blocks; if not set, a free port at the address by "
-        "which it reaches its coordinator, and none where blocks would cross the network in plain "
-        "text without `insecure`",
+        "the data port of a node of `dataplane serve`, where other nodes request blocks; if not "
+        "set, a free port at the address that the node uses to reach its coordinator, or no port "
+        "if blocks would cross the network in plain text without `insecure`",
         fixed(""),
     ),
     Setting(
         "peer_tls",
         SWITCH,
-        "encrypt the connections over which nodes send each other blocks and slabs, with the files "
-        "tls_cert, tls_key and tls_ca; the same on all nodes",
+        "encrypt connections between nodes, with the files tls_cert, tls_key and tls_ca; set it on "
+        "all nodes or on none",
         fixed(value=False),
     ),
 )
@@ -53,56 +53,57 @@ SECURITY_SETTINGS: tuple[Setting, ...] = (
     Setting(
         "token_file",
         FILE_OR_NONE,
-        "the file with the token that processes of a service show each other; if not set, the file "
-        "`token` in state_dir. DATAPLANE_TOKEN, which holds the token itself, comes first",
+        "the file with the service's token; if not set, the file `token` in state_dir. If the "
+        "variable DATAPLANE_TOKEN contains a token, no file is read",
         fixed(""),
     ),
     Setting(
         "tls_cert",
         FILE_OR_NONE,
-        "the certificate of this process, and after it those that lead to its CA, in PEM; whatever "
-        "listens with TLS needs one",
+        "the certificate of this process, followed by intermediate certificates, in PEM; needed by "
+        "processes that listen with TLS",
         fixed(""),
     ),
-    Setting("tls_key", FILE_OR_NONE, "the key of tls_cert, in PEM", fixed("")),
+    Setting("tls_key", FILE_OR_NONE, "the private key of tls_cert, in PEM", fixed("")),
     Setting(
         "tls_ca",
         FILE_OR_NONE,
-        "the CA of the other side, in PEM: a coordinator with it asks for a client's certificate",
+        "the CA that signed the certificates of other processes, in PEM; a coordinator with this "
+        "setting requires client certificates",
         fixed(""),
     ),
     Setting(
         "tls_peers",
         WORDS,
-        "the URIs that certificates of clients may have; all that start with what is before a *; "
-        "if not set, all of tls_ca",
+        "the URIs that certificates of other processes may have; a * at the end allows all URIs "
+        "with this prefix; if not set, all certificates of tls_ca are allowed",
         fixed(""),
     ),
     Setting(
         "jwt_key",
         FILE_OR_NONE,
-        "the public key, in PEM, with which a coordinator checks JWTs of RS256 or ES256",
+        "the public key, in PEM, with which a coordinator verifies JWTs signed with RS256 or ES256",
         fixed(""),
     ),
     Setting(
         "allowed_urls",
         WORDS,
-        "prefixes of the urls that a served node opens, and that jobs of a coordinator may read; "
-        "if not set, all",
+        "prefixes of the urls that a node of `dataplane serve` may open, and that jobs of a "
+        "coordinator may read; if not set, all urls",
         fixed(""),
     ),
     Setting(
         "allowed_functions",
         WORDS,
-        "the functions of map= and collate= that workers of a served node, or a command, may call: "
-        'modules such as "mypackage.text:", and single functions; if not set, none',
+        "the functions for map= and collate= that a node of `dataplane serve` or a command may "
+        'call: modules such as "mypackage.text:", and single functions; if not set, none',
         fixed(""),
     ),
     Setting(
         "insecure",
         SWITCH,
-        "allow to listen and to connect beyond this host without TLS, although anyone who can read "
-        "the network's traffic learns the token",
+        "allow network connections without TLS; everybody who can read the network's traffic then "
+        "learns the token",
         fixed(value=False),
     ),
 )
@@ -175,21 +176,21 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "join",
         ADDRESS_OR_NONE,
-        "the coordinator that a node without its own reports to",
+        "the coordinator's address, for nodes without a coordinator of their own and for commands",
         fixed(""),
     ),
     Setting(
         "service",
         ADDRESS_OR_NONE,
-        "the coordinator's address as trainers write it; by default the address it listens on, or "
-        "the one joined",
+        "the coordinator's address as trainers write it; by default the address in `join` or, if "
+        "not set, in `listen`",
         fixed(""),
     ),
     Setting(
         "metrics_listen",
         METRICS_ADDRESS,
-        "where `dataplane serve` shows metrics to Prometheus and its page to browsers, over HTTP, "
-        "to those who have the token; if not set, nowhere",
+        "the port of `dataplane serve` for Prometheus and for its page in a browser; requests need "
+        "the token; if not set, there is no such port",
         fixed(""),
     ),
     *NEIGHBOUR_SETTINGS,
@@ -197,7 +198,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "state_dir",
         units.FOLDER,
-        "where the coordinator keeps its database, its token and the secret of neighbours' keys",
+        "where the coordinator keeps its database, its token, and the secret for nodes' keys",
         _folder("XDG_STATE_HOME", ".local/state"),
     ),
     Setting(
@@ -209,7 +210,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "cache_bytes",
         units.BYTES_OR_NONE,
-        "disk in `cache_dir` for blocks of remote shards, kept over restarts, per node; 0: none",
+        "disk space in `cache_dir` for blocks of remote shards, per node; blocks outlive restarts",
         fixed(0),
     ),
     Setting(
@@ -231,22 +232,22 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "slab_bytes",
         units.BYTES,
-        "size of a slab: batches travel to a trainer in pieces of this size",
+        "size of a slab; a trainer gets its batches in slabs, a few batches at a time",
         # Up to 16 MiB, larger slabs reduce the cost per batch.
         lambda machine, _environ: _within(machine.memory_bytes // 1024, 4 * MIB, 16 * MIB),
     ),
     Setting(
         "worker_count",
         units.COUNT_OR_NONE,
-        "processes of a node that decode and assemble; if not set, the node adds more when they "
-        "help; 0: nodes without trainers make all slabs",
+        "number of worker processes of a node, which decode blocks and make batches; if not set, "
+        "the node adds workers when they help; with 0, other nodes make all batches",
         lambda machine, _environ: _worker_count(machine),
     ),
     Setting(
         "worker_memory_bytes",
         units.BYTES,
-        "private memory that a worker process may take; if not set, more for datasets with large "
-        "blocks",
+        "private memory that each worker process may use; if not set, the node allows more for "
+        "datasets with large blocks",
         # All workers together take at most half of the machine.
         lambda machine, _environ: _within(
             machine.memory_bytes // (2 * _worker_count(machine)), WORKER_BYTES_MIN, GIB
@@ -255,44 +256,45 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "fetch_count",
         units.COUNT,
-        "reads from object storage in flight at first, per node; more while a trainer waits and "
-        "more reads bring more",
+        "number of parallel reads from object storage, per node, at first; the node adds reads "
+        "while a trainer waits and more reads raise the throughput",
         fixed(16),
     ),
     Setting(
         "fetch_timeout_s",
         units.SECONDS,
-        "deadline of one read from object storage, before its retries",
+        "deadline of one read from object storage; then the read is repeated",
         fixed(30.0),
     ),
     Setting(
         "stall_timeout_s",
         units.SECONDS,
-        "how long a rank waits for a batch before it gets an error that says why there is none",
+        "how long a rank waits for a batch; then it gets an error with the reason",
         fixed(120.0),
     ),
     Setting(
         "lease_s",
         units.SECONDS,
-        "how long a rank may be silent before it counts as having left its job",
+        "how long a rank may send no sign of life; then it counts as lost",
         fixed(30.0),
     ),
     Setting(
         "linger_s",
         units.SECONDS,
-        "how long an embedded node keeps running after its last trainer has gone",
+        "how long a node that a trainer started keeps running after its last trainer has exited",
         fixed(2.0),
     ),
     Setting(
         "log_level",
         units.choice(*trace.LEVELS, metavar="LEVEL"),
-        "lowest level of logged lines; if not set, an embedded node logs warnings and errors",
+        "lowest level of logged lines; if not set, a node that a trainer started logs warnings and "
+        "errors",
         fixed("info"),
     ),
     Setting(
         "log_format",
         units.choice(*trace.FORMATS, metavar="FORM"),
-        "plain text, or one JSON object per line",
+        "format of log lines: plain text, or one JSON object per line",
         fixed("text"),
     ),
 )

@@ -159,16 +159,18 @@ def commands() -> Iterator[str]:
 def errors_page() -> Iterator[str]:
     """Each class of errors: its cause, and what to do."""
     yield (
-        "Every error that Dataplane raises deliberately is a `DataplaneError`. Its message says what was wrong and where; the"
-        " details are attributes (`error.shard`), None if unknown. A traceback and `dataplane` name the place on this page."
+        "Every error that Dataplane raises deliberately is a `DataplaneError`. The message says what was wrong, and where. Its"
+        " details are attributes (`error.shard`), which are None if unknown. Tracebacks and commands also print the advice of"
+        ' this page ("what to do").'
     )
 
     def tree(kind: type[errors.DataplaneError]) -> Iterator[str]:
         cause, _, nouns = line(inspect.getdoc(kind)).partition(" Nouns: ")
-        bases = "" if kind is errors.DataplaneError else f" A `{kind.__base__.__name__}`."
-        yield f"\n## {kind.__name__}\n\n{cause}{bases}\n\n- What to do: {kind.remedy}."
+        yield f"\n## {kind.__name__}\n\n{cause}\n\n- What to do: {kind.remedy}."
         if nouns:
             yield f"- Attributes: {nouns.rstrip('.')}."
+        if kind is not errors.DataplaneError:
+            yield f"- Base class: `{kind.__base__.__name__}`."
         yield f"- Exit status of `dataplane`: {exit_code(kind(''))}."
         for below in kind.__subclasses__():
             if below.__module__ == errors.__name__:

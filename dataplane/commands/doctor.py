@@ -62,13 +62,19 @@ class DoctorJob:
 
 @click.command("doctor")
 @click.argument("urls", nargs=-1, metavar="URL...")
-@click.option("--security", "only_security", is_flag=True, help="Check who may do what.")
-@click.option("--batch-size", type=_POSITIVE, default=32, show_default=True, help="Of one rank.")
+@click.option("--security", "only_security", is_flag=True, help="Check the settings of a service.")
+@click.option(
+    "--batch-size",
+    type=_POSITIVE,
+    default=32,
+    show_default=True,
+    help="Samples in a batch of the rank.",
+)
 @click.option("--shuffle/--no-shuffle", default=True, show_default=True)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--lanes", type=_POSITIVE, help="Default: from the dataset's blocks.")
 @click.option("--window", type=_POSITIVE, help="Samples; default: from the dataset's blocks.")
-@click.option("--columns", metavar="A,B,…", help="Only these.  [default: all]")
+@click.option("--columns", metavar="A,B,…", help="Only these columns.  [default: all]")
 @click.option(
     "--lists",
     type=click.Choice([one.value for one in ListPolicy]),
@@ -93,14 +99,14 @@ class DoctorJob:
     type=click.FloatRange(min=0),
     default=0.0,
     show_default=True,
-    help="Duration of a training step; 0: take batches as fast as they come.",
+    help="Duration of a training step; with 0, take batches without a pause.",
 )
 @click.option(
     "--seconds",
     type=click.FloatRange(min=0, min_open=True),
     default=8.0,
     show_default=True,
-    help="How long to run.",
+    help="Duration of the run.",
 )
 @click.option("--steps", type=_POSITIVE, help="Stop after this many batches.")
 @format_option
@@ -125,20 +131,21 @@ def doctor(
 ) -> int:
     """Find what limits a run of this dataset on this machine, and which setting would help.
 
-    Checks the machine, reads a little from the storage, then runs one rank of the job with its own
-    node for some seconds: a loop that takes batches and does nothing with them, or waits --step-ms
-    for each, like a training step. The time of that loop is divided among storage, decoding,
-    assembly and the trainer, by the times that every slab carries.
+    The command checks the machine, and reads a little from the storage. Then it runs one rank of
+    the job with its own node for some seconds. Instead of a training step, the rank waits --step-ms
+    for each batch. The result shows how much of the time storage, decoding, assembly and the
+    trainer took.
 
-    It also divides the time until the first batch of a new loader: for the node's start, for the
-    dataset's index, for storage and so on.
+    The result also shows the parts of the time until the first batch of a new loader: the node's
+    start, the dataset's index, storage and so on.
 
-    With --join and no URL, it looks at a running service for --seconds: which ranks wait for what,
-    and which nodes and stores are away. The exit status is 1 if something is wrong.
+    With --join and no URL, the command watches a running service for --seconds. It shows which
+    ranks wait, for which stage, and which nodes and stores do not answer. The exit status is 1 if
+    something is wrong.
 
-    With --security, it only looks at the settings of a service: who can reach it, with what, and
-    until when. Give it the options that `dataplane serve` gets. The exit status is 1 if something
-    is wrong.
+    With --security, the command only checks the settings of a service: who can connect, with which
+    token or certificate, and when these expire. Pass the same options as to `dataplane serve`. The
+    exit status is 1 if something is wrong.
 
     In JSON, the keys are checks, bound (null if the run was too short), advice, first_batch, and
     statistics: what `DataLoader.statistics()` returns in a training run.

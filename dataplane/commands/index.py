@@ -48,7 +48,10 @@ SUFFIX = ".manifest"
 )
 @pack_options
 @click.option(
-    "--seed", type=click.IntRange(min=0), default=0, help="The job's, if its map takes a generator."
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Seed of the job, if its map takes a generator.",
 )
 @format_option
 @view_options
@@ -71,17 +74,17 @@ def index(
 ) -> None:
     """Index a dataset once, and store its manifest.
 
-    The manifest lists shards with size and ETag, and their blocks with sample counts. It is stored
-    in the cache folder, where `serve` and trainers find it; -o also writes it to a file, which can
-    be used in place of a dataset's URL. An interrupted run continues where it stopped.
+    The manifest lists shards with size and ETag, and blocks with sample counts. The command stores
+    the manifest in the cache folder, where nodes find it. -o also writes the manifest to a file,
+    which you can pass instead of a dataset's URL. After an interruption, the same command
+    continues.
 
-    --pack and --where, --sample and --split count the packs and rows of jobs with the same
-    arguments of DataLoader. Without these options, the first node that opens such a job counts for
-    all nodes of its launch; local files are counted by each node. --codes finds the values of
-    columns that come as codes (DataLoader(codes=…)). Without --codes, each node finds the values
-    when it first opens such a job.
+    Jobs with pack= or where= need counts of packs or rows. Pass the same options here to count them
+    before the launch. Otherwise, the first node of a launch counts them for all nodes, or for local
+    files, each node counts them. Likewise, --codes finds the values of the columns in codes=.
+    Otherwise, each node finds them when it first opens such a job.
 
-    URLs may have globs and braces; a folder means all shards below it.
+    URLs may contain globs and braces. A folder means all shards below it.
 
     \b
     Examples:

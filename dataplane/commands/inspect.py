@@ -59,10 +59,12 @@ def inspect(
 ) -> None:
     """Show a dataset: schema, shards, blocks, samples, and the first samples.
 
-    If the dataset is not indexed yet, it is indexed first. --where, --sample, --split and --limit
-    show only a part of it, as a loader with these arguments would read it. In JSON, the keys are
+    If the dataset has no index yet, the command indexes it first. With --where, --sample, --split
+    and --limit, the command shows the rows that a loader with these arguments would read. In JSON,
+    the keys are
     schema (column to type), not_supported (column to reason), shards, blocks, samples (counts), of
-    (samples of the whole dataset, with such a part), rows (the first samples), format, bytes,
+    (samples of the whole dataset, with options that select rows), rows (the first samples), format,
+    bytes,
     fingerprint. Values are exact: times in ISO 8601 with all their digits.
 
     \b

@@ -127,23 +127,23 @@ def tell(
     "--steps",
     required=True,
     metavar="FIRST:STOP",
-    help="Counted from 0 in their epoch; STOP is the first that is not skipped.",
+    help="Steps counted from 0 within their epoch. STOP is not skipped.",
 )
-@click.option("--epoch", type=COUNT, help="Default: the one that the job is in.")
+@click.option("--epoch", type=COUNT, help="The epoch. Default: the job's present epoch.")
 @setting_options(*CLIENT_SETTINGS)
 @json_option
 def skip(
     settings: Settings, *, job: str, steps: str, epoch: int | None, as_json: bool
 ) -> None:  # fmt: skip
-    """Leave steps out of a job, from its next start on: to pass over a spike of the loss, say.
+    """Leave out steps of a job, from its next start on, for example after a spike of the loss.
 
-    No rows of these steps are loaded: step FIRST - 1 is followed by step STOP, on all ranks.
-    Cursors are the same as without the skip. A running job goes on unchanged, and steps that it has
-    begun cannot be skipped. To skip steps that the job has read, stop the job, skip the steps, and
-    resume the job from an older checkpoint.
+    Step STOP then follows step FIRST - 1 on all ranks, and no rows of the steps between them are
+    read. Other steps keep their numbers. A running job goes on unchanged, and you cannot skip steps
+    that it has begun. To skip such steps, stop the job, skip the steps, and resume the job from an
+    older checkpoint.
 
-    The job must have a coordinator (`dataplane serve`), which keeps the skip in the job's ledger.
-    A job whose trainer starts its own node has no coordinator.
+    The job needs a coordinator (`dataplane serve`), which records the skip in the job's ledger. If
+    trainers start their own node, call loader.skip() instead.
 
     \b
     Examples:
@@ -170,9 +170,11 @@ def skip(
     "--at-step",
     type=COUNT,
     metavar="STEP",
-    help="From this step of its epoch on, counted from 0. Default: as soon as possible.",
+    help="From this step on, counted from 0 within its epoch. Default: as soon as possible.",
 )
-@click.option("--epoch", type=COUNT, help="Of that step. Default: the one that the job is in.")
+@click.option(
+    "--epoch", type=COUNT, help="The epoch of this step. Default: the job's present epoch."
+)
 @setting_options(*CLIENT_SETTINGS)
 @json_option
 def mix(
@@ -184,17 +186,16 @@ def mix(
     epoch: int | None,
     as_json: bool,
 ) -> None:
-    """Change how much of each source a job reads, from outside and while it runs.
+    """Change the weights of a mixture while the job runs.
 
-    The effect is the same as if all ranks called loader.set_weights() at one step. Give each source
-    of the mixture a weight, in the mixture's unit; 0 for a source that is not read. The ranks first
-    agree on a step that no rank has passed, which takes a few seconds. The weights take effect with
-    the first round that begins at this step or later (docs/mixtures.md). From then on, the states
-    of the run contain the weights, and so does the job's ledger: a run that goes back to an earlier
-    step gets the weights again at the same step.
+    The effect is the same as if all ranks called loader.set_weights() after the same step. Give
+    each source of the mixture a weight, or 0 for a source that is not read. First, the ranks agree
+    on a step that no rank has reached, which takes a few seconds. The weights apply from the next
+    round of the mixture on (1,024 samples of each lane). Later states and the job's ledger contain
+    the weights. If the run resumes from an earlier step, the weights change again at the same step.
 
-    The job must have a coordinator (`dataplane serve`). If nobody reads the job now, the weights
-    apply from the step that it had reached, or from --at-step.
+    The job needs a coordinator (`dataplane serve`). If the job is not running, the weights apply
+    from the step that it has reached, or from --at-step.
 
     \b
     Examples:
@@ -258,7 +259,7 @@ def _weight(text: str) -> tuple[str, float]:
     "row_names",
     multiple=True,
     metavar="SHARD:ROW",
-    help="The shard's number, url, or end of its url, and the row in it, from 0; of a mixture "
+    help="The shard's number, url, or end of its url, and the row in it, from 0; in a mixture "
     "SOURCE:SHARD:ROW.",
 )
 @click.option(
@@ -266,7 +267,7 @@ def _weight(text: str) -> tuple[str, float]:
     "shard_names",
     multiple=True,
     metavar="SHARD",
-    help="A whole shard, such as one that is lost: its number, url, or end of its url; of a "
+    help="A whole shard, such as a lost one: its number, url, or end of its url; in a "
     "mixture SOURCE:SHARD.",
 )
 @click.option(
@@ -274,8 +275,7 @@ def _weight(text: str) -> tuple[str, float]:
     "places",
     multiple=True,
     metavar="URL",
-    help="Where the dataset of the job is now, or its manifest; for a source of a mixture "
-    "NAME=URL.",
+    help="Present URL or manifest of the job's dataset; for a source of a mixture NAME=URL.",
 )
 @click.option(
     "--dataset-moved",
@@ -297,21 +297,21 @@ def tombstone(
     workers: int,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Take rows out of a job, from its next start on, such as those that must not be trained on.
+    """Take rows out of a job, from its next start on, for example rows that you may not use.
 
-    Each row is replaced by another row of the same block that is in the job's view, by the same one
-    in all epochs and on all ranks. No other row moves, and lengths and steps stay the same.
-    `dataplane trace` and `where` show the row that replaces another. A running job goes on
-    unchanged. The rows stay in their shards.
+    Another row of the same block replaces each row, the same row in all epochs and on all ranks.
+    All other rows keep their positions, so the number of steps stays the same. `dataplane trace`
+    and `where` show the replacing row. A running job goes on unchanged. The command does not change
+    shards.
 
-    Rows of a whole shard are replaced by rows of other blocks. If the shard is gone, name the
-    dataset's manifest with --data, and begin the next launch with this manifest.
+    Rows of other blocks replace the rows of a whole shard. If the shard is lost, pass the dataset's
+    old manifest as --data, and to the loader of the next launch.
 
-    If samples are packs, the tokens of a document that was taken out are replaced by tokens of
-    another document of the block; all other documents stay where they are. The block is read to
-    check that another document with tokens is left.
+    If samples are packs, tokens of another document of the block replace the tokens of a removed
+    document. All other documents keep their places. The command reads the block to check that
+    another document with tokens is left.
 
-    The job must have a coordinator (`dataplane serve`), which keeps the change in the job's ledger.
+    The job needs a coordinator (`dataplane serve`), which records the change in the job's ledger.
 
     \b
     Examples:
@@ -421,7 +421,7 @@ def _source(job: Traced, name: str) -> tuple[int, tuple[str, int]]:
 
 @click.group("ledger")
 def ledger() -> None:
-    """Show what a job was given to train on: an append-only list of its launches and changes."""
+    """Show a job's ledger, an append-only list of its launches and changes."""
 
 
 def _of_job(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -436,10 +436,10 @@ def _of_job(command: Callable[..., Any]) -> Callable[..., Any]:
 @ledger.command("export")
 @_of_job
 def export(settings: Settings, *, job: str) -> None:
-    """Write the ledger of a job to stdout, as JSON lines to be kept beside its checkpoints.
+    """Write the ledger of a job to stdout, as JSON lines. Save it beside the checkpoints.
 
-    The first line describes the job, and each other line is an entry. Each entry contains the
-    BLAKE2b hash (16 bytes) of the entry before it; the first line contains that of the last entry.
+    The first line describes the job, and contains the BLAKE2b hash (16 bytes) of the last entry.
+    Each other line is an entry, and contains the hash of the previous entry.
 
     \b
     Examples:
@@ -452,7 +452,7 @@ def export(settings: Settings, *, job: str) -> None:
 @_of_job
 @json_option
 def show(settings: Settings, *, job: str, as_json: bool) -> None:
-    """Show the entries of a ledger: launches with where they began and ended.
+    """Show the entries of a ledger: launches with their first and last positions, and changes.
 
     \b
     Examples:
@@ -482,7 +482,7 @@ def show(settings: Settings, *, job: str, as_json: bool) -> None:
 @_of_job
 @json_option
 def verify(settings: Settings, *, job: str, as_json: bool) -> int:
-    """Check that no line of a ledger was changed, added or taken out.
+    """Check that nobody changed, added or removed a line of a ledger.
 
     \b
     Examples:
@@ -512,12 +512,12 @@ def verify(settings: Settings, *, job: str, as_json: bool) -> int:
 @click.argument("second", metavar="JOB|LEDGER")
 @json_option
 def diff(settings: Settings, *, job: str, second: str, as_json: bool) -> int:
-    """Name the first step at which two runs had other rows or batches, and what made them differ.
+    """Find the first step at which the rows or batches of two runs differ, and the reason.
 
-    Everything is compared that decides which rows are in which global batches: dataset, options of
-    the order and of views and packs, weights, batches of each launch, skipped steps, and rows that
-    were taken out. The form of the columns and the number of ranks are not compared. The exit
-    status is 1 if the runs differ.
+    The command compares what decides the rows of each global batch: dataset, options of order,
+    views and packs, weights, batch sizes of each launch, skipped steps, and rows that were taken
+    out. Options of columns and the number of ranks may differ. The exit status is 1 if the rows or
+    batches differ.
 
     \b
     Examples:

@@ -57,7 +57,9 @@ td { vertical-align: top; }
 
 @click.command("look")
 @click.option("--step", type=COUNT, default=0, show_default=True, help="The step of the epoch.")
-@click.option("--epoch", type=COUNT, help="Default: the job's; 0 for urls.")
+@click.option(
+    "--epoch", type=COUNT, help="The epoch. Default: the job's present epoch; 0 for URLs."
+)
 @click.option("--dp-rank", type=COUNT, help="Only the samples of this data-parallel rank.")
 @click.option(
     "--transform",
@@ -69,7 +71,7 @@ td { vertical-align: top; }
 )
 @click.option(
     "-o", "--output", "out", metavar="FILE",
-    help="The page to write. Default: look.html; none with --json.",
+    help="File for the page. Default: look.html; with --json, no file.",
 )  # fmt: skip
 @traced_options
 @interruptible
@@ -84,17 +86,16 @@ def look_at_step(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Write a page with what the trainer gets in a step, to be opened in a browser.
+    """Write an HTML page that shows the samples of a step.
 
-    The page shows images, whole and as they are cropped, flipped and resized with the job's random
-    numbers; texts; packs with the joints of their documents; minimum, maximum, mean and nulls of
-    each column; the sources of a mixture as bars; and types, shapes and dtypes. At most 256 samples
-    are read, and 32 shown. The page is one file, which loads no other.
+    The page shows images before and after the job's crops and flips, texts, and packs with the ends
+    of their documents. It also shows minimum, maximum, mean and nulls of each column, the sources
+    of a mixture as bars, types and shapes. The command reads at most 256 samples, and shows 32. The
+    page is one file that loads no other files.
 
-    The job is named as for `dataplane trace`: URLs or a manifest, a LEDGER file, or the JOB of this
-    name at the coordinator. A step of URLs has 32 samples unless --global-batch says otherwise. If
-    the job has a map=, --allowed-functions lets it be called here. Text shows stored values: casts,
-    codes and collate= are not applied.
+    Name the job as for `dataplane trace`. For URLs, a step has 32 samples by default
+    (--global-batch). If the job has a map=, allow the function with --allowed-functions. Values are
+    shown as they are stored: types, codes and collate= have no effect.
 
     \b
     Examples:

@@ -74,7 +74,7 @@ def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
         is_flag=True,
         is_eager=True,
         callback=_told_as_json,
-        help="Write JSON to stdout; an error is one JSON object, in the last line of stderr.",
+        help="Write JSON to stdout. An error is one JSON object on the last line of stderr.",
     )(command)
 
 
@@ -119,11 +119,11 @@ def urls_argument(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def format_option(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add `--format`, for shards whose names do not show it, and `--files`, for tables of paths."""
-    text = "Format of the shards, if their names do not show it."
+    text = "Format of the shards, if their names have no known suffix."
     command = click.option(
         "--format", "format_name", default="", metavar="NAME", help=text, callback=_of_files
     )(command)
-    text = "Column of paths: each row is the file that it names, as with files=."
+    text = "Column with paths: each row is the file at its path, as with files=."
     return click.option(
         "--files", metavar="COLUMN", help=text, is_eager=True, expose_value=False, callback=_noted
     )(command)
@@ -147,7 +147,7 @@ def workers_option(command: Callable[..., Any]) -> Callable[..., Any]:
         show_default=True,
         envvar="DATAPLANE_WORKERS",
         show_envvar=True,
-        help="Number of reads in flight at once.",
+        help="Number of parallel reads.",
     )(command)
 
 
@@ -182,15 +182,25 @@ def view_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     made: Callable[..., Any] = chosen
     for flag, metavar, kind, text in (
-        ("--limit", "ROWS", int, "Only so many rows, the first ones of the others."),
+        ("--limit", "ROWS", int, "At most this number of rows, from the first row on."),
         (
             "--split",
             "NAME:SHARE",
             str,
-            "Only a part: train:0.99, validation:0.01, my:0.98:0.99.",
+            "Only this split: train:0.99, validation:0.01, my:0.98:0.99.",
         ),
-        ("--sample", "SHARE", float, "Only this share of the rows, by a hash of each row."),
-        ("--where", "CONDITION", str, "Only rows where this is true: \"lang == 'en'\"."),
+        (
+            "--sample",
+            "SHARE",
+            float,
+            "Only this share of the rows, selected by a hash of each row.",
+        ),
+        (
+            "--where",
+            "CONDITION",
+            str,
+            "Only rows for which this condition is true: \"lang == 'en'\".",
+        ),
     ):
         made = click.option(flag, metavar=metavar, type=kind, help=text)(made)
     return made
@@ -320,9 +330,9 @@ def pack_options(command: Callable[..., Any]) -> Callable[..., Any]:
         asked = None if pack is None else PacksAsked(pack, map_name)
         return command(packs=asked, **given)
 
-    about = "Packs are of what this function makes, as with map=; it is imported and called."
+    about = "Make packs of what this function returns, as with map=."
     made = click.option("--map", "map_name", metavar="MODULE:FUNCTION", help=about)(chosen)
-    about = "Packs of this column, as with pack=: index counts and stores them, too."
+    about = "Make packs of this column, as with pack=, and count them."
     return click.option("--pack", metavar="COLUMN,length=N,…", help=about)(made)
 
 
@@ -362,8 +372,8 @@ def show(settings: Settings, *, as_json: bool) -> None:
     """Show every setting, its value, and where the value came from.
 
     A setting has one name everywhere: --slab-bytes as a flag, DATAPLANE_SLAB_BYTES in the
-    environment, slab_bytes in the file. A flag beats a variable, a variable beats the file, and
-    the file beats the default, which is computed from this machine.
+    environment, slab_bytes in the file. A flag has priority over a variable, and a variable over
+    the file. Some defaults depend on the machine.
 
     The file is the first of: --config, DATAPLANE_CONFIG, ./dataplane.toml,
     ~/.config/dataplane/config.toml.

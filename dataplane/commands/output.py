@@ -157,7 +157,6 @@ def write_error(error: BaseException) -> None:
                 console.print(f"  {noun + ':':<12} {escape(printable(str(value)))}", soft_wrap=True)
         console.print(f"  {'kind:':<12} {type(error).__name__}")
         console.print(f"  {'what to do:':<12} {escape(error.remedy)}", soft_wrap=True)
-        console.print(f"  {'see:':<12} {error.page}", soft_wrap=True)
 
 
 def log_error(error: BaseException, status: int, *, with_traceback: bool) -> None:
@@ -176,7 +175,6 @@ def _facts_of(error: BaseException, status: int, *, with_traceback: bool) -> dic
         "message": redacted(str(error)),
         "nouns": {} if ours is None else dict(ours.nouns),
         "what_to_do": None if ours is None else ours.remedy,
-        "see": None if ours is None else ours.page,
         "exit_status": status,
     }
     if with_traceback:

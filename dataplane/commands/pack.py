@@ -30,13 +30,15 @@ from dataplane.settings import node_config
     metavar="NAME",
     help="Format of the new shards: parquet, arrow or tar.",
 )
-@click.option("--columns", metavar="A,B,…", help="Only these columns, of the map if there is one.")
+@click.option(
+    "--columns", metavar="A,B,…", help="Only these columns (of the map, if there is one)."
+)
 @click.option(
     "--map",
     "map_name",
     default="",
     metavar="MODULE:FUNCTION",
-    help="Write what this function makes, as with map=; it is imported and called.",
+    help="Write what this function returns, as with map=.",
 )
 @view_options
 @click.option(
@@ -60,11 +62,11 @@ def pack(
     workers: int | None,
     as_json: bool,
 ) -> None:
-    """Write a dataset as new shards below DEST, a local folder or one of a bucket.
+    """Write a dataset as new shards below DEST, a folder on disk or in a bucket.
 
-    The rows keep their order. Each shard appears whole or not at all; if the command is
-    interrupted, the same command goes on where it stopped. DEST/_dataplane/dataset.manifest can
-    be used in place of the dataset's URL; sha256sums beside it has the checksums of all shards.
+    The rows keep their order. Each shard is written completely or not at all. After an
+    interruption, the same command continues. Pass DEST/_dataplane/dataset.manifest to loaders. The
+    file sha256sums in the same folder has the checksums of all shards.
 
     \b
     Examples:

@@ -53,7 +53,9 @@ POSITIVE = click.IntRange(min=1)
 @click.command("plan")
 @click.argument("urls", nargs=-1, metavar="[URL...]")
 @mixture_options
-@click.option("--dp-size", type=POSITIVE, default=1, show_default=True, help="Data-parallel ranks.")
+@click.option(
+    "--dp-size", type=POSITIVE, default=1, show_default=True, help="Number of data-parallel ranks."
+)
 @click.option(
     "--ranks-per-host",
     type=POSITIVE,
@@ -62,7 +64,7 @@ POSITIVE = click.IntRange(min=1)
     help="Ranks on each host, also in the table for 1 to 1,024 hosts; --dp-size may be fewer.",
 )
 @click.option(
-    "--global-batch", type=POSITIVE, help="Samples in a step, over all ranks; needed for urls."
+    "--global-batch", type=POSITIVE, help="Samples of a step, over all ranks; needed for URLs."
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--epoch", type=click.IntRange(min=0), default=0, show_default=True)
@@ -96,17 +98,17 @@ def plan(
     packs: PacksAsked | None,
     **asked: int | None,
 ) -> None:
-    """Explain an epoch: steps, which host reads what, memory of open windows, shuffle quality.
+    """Show steps, reads of each host, memory of open windows and shuffle quality of an epoch.
 
-    Only the dataset's index is read, and with --pack the column of tokens, once. The order depends
-    only on seed and epoch, never on ranks; lanes and window determine its cost and the quality of
-    the shuffle.
+    The command reads only the dataset's index and, with --pack, the column of tokens once. Lanes
+    and window decide the memory that the order needs, and the quality of the shuffle. The number of
+    ranks has no influence on the order.
 
-    For a mixture, name each dataset with --source; no run is needed. The plan says how many samples
-    of each source an epoch has, how often the source is read, when it is exhausted, and how much
-    memory its open windows take. Options of a source are weight, passes, max_passes, mean_length,
-    format, where, sample, split and limit. Of a ledger or a loader's saved state (JSON, or
-    torch.save()), the stages of the run are shown, behind and ahead.
+    For a mixture, name each dataset with --source. The plan shows how many samples of each source
+    an epoch has, how often the source is read, when it is exhausted, and how much memory its open
+    windows take. Options of a source are weight, passes, max_passes, mean_length, format, where,
+    sample, split and limit. For a ledger or a loader's saved state (JSON, or torch.save()), the
+    plan shows the past and future stages of the run.
 
     \b
     Examples:

@@ -67,7 +67,12 @@ def mixture_options(command: Callable[..., Any]) -> Callable[..., Any]:
     made: Callable[..., Any] = chosen
     for flag, metavar, kind, text in (
         ("--columns", "A,B,…", str, "With --source: only these columns, which all sources have."),
-        ("--temperature", "T", float, "With --source: instead of weights, shares n^(1/T)."),
+        (
+            "--temperature",
+            "T",
+            float,
+            "With --source: shares in proportion to n^(1/T), instead of weights.",
+        ),
         ("--length", "COUNT", str, 'With --source: the length of an epoch, or "10B tokens".'),
         ("--exhausted", "POLICY", str, "With --source: stop (default), renormalise or cycle."),
         ("--unit", "UNIT", str, "With --source: weights of samples (default), tokens or batch."),
@@ -77,7 +82,7 @@ def mixture_options(command: Callable[..., Any]) -> Callable[..., Any]:
         "--schedule",
         metavar="STEP:NAME=WEIGHT,…",
         multiple=True,
-        help="With --source: other weights from a step of the job on.",
+        help="With --source: other weights from this step of the job on.",
     )(made)
     return click.option(
         "--source",

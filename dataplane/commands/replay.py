@@ -44,14 +44,13 @@ def trace(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Show the rows of a step: shard, row in the shard, and the rank that gets it.
+    """Show the rows of a step, with shard, row in the shard, and rank.
 
-    Only the plan is computed, and no sample is read. If the job's samples are packs, the documents
-    of each pack are shown; for these, the tokens of the pack's block are read. The job is a job
-    over URLs with the given options, the job of a LEDGER file, or the JOB of this name at the
-    coordinator. Steps are numbered as in the plan: step 7 begins after 7 global batches, wherever
-    the run was resumed. Steps that the job skips are marked. If a row was taken out, the row that
-    replaces it is shown, according to the launch that has read the step or will read it.
+    The command computes the plan, and reads no samples. Only for packs, it reads the tokens of
+    their blocks, and shows the documents of each pack. Name the job by URLs and options, by a
+    LEDGER file, or by a JOB's name at a coordinator. Step 7 begins after 7 global batches of the
+    epoch, wherever the run was resumed. Steps that the job skips are marked. If a row was taken
+    out, the command shows the row that replaces it.
 
     \b
     Examples:
@@ -155,8 +154,12 @@ _PREFIX = "dataplane."
 @click.command("replay")
 @step_options
 @click.option("--dp-rank", type=COUNT, help="Only the rows of this data-parallel rank.")
-@click.option("--columns", metavar="NAMES", help="With commas between them. Default: the job's.")
-@click.option("--out", metavar="FILE", help="Write them to this Arrow file instead.")
+@click.option(
+    "--columns",
+    metavar="NAMES",
+    help="Names of columns, separated by commas. Default: the job's columns.",
+)
+@click.option("--out", metavar="FILE", help="Write the samples to this Arrow file instead.")
 @traced_options
 @interruptible
 def replay(
@@ -171,13 +174,14 @@ def replay(
 ) -> None:
     """Show the samples of a step, in the order of the global batch.
 
-    Only the blocks with rows of the step are read. Columns are shown as they are stored or, if the
-    job has a map= that --allowed-functions allows, as the map makes them. Image steps, padding,
-    collate= and other options are not applied. A job is named as for `dataplane trace`.
+    The command reads only the blocks with rows of the step. Columns are shown as they are stored.
+    If the job has a map= that --allowed-functions allows, columns are shown as the map returns
+    them. Image steps, padding, collate= and other options have no effect. Name the job as for
+    `dataplane trace`.
 
-    With --out, each row has the columns dataplane.position, .dp_rank, .shard and .row beside its
-    own, and .source in a mixture. If samples are packs, each row is a document, with those of its
-    tokens and carried values that are in the pack: .first_token, .tokens and .place say which.
+    With --out, each row also has the columns dataplane.position, .dp_rank, .shard and .row, and in
+    a mixture .source. If samples are packs, each row is a part of a document: .first_token, .tokens
+    and .place are the part's first token, number of tokens and place in the pack.
 
     \b
     Examples:

@@ -77,7 +77,7 @@ class ServeRole:
 @click.option(
     "--page",
     is_flag=True,
-    help="Print the address of the page in a browser; listen on 127.0.0.1:9464 for it, unless "
+    help="Open a live page for browsers and print its address: 127.0.0.1:9464, unless "
     "--metrics-listen says where.",
 )
 @setting_options(
@@ -97,18 +97,20 @@ def serve(
 ) -> None:
     """Run the service: a coordinator and this host's node, or one of them.
 
-    A cluster has one coordinator, and one node per host. Trainers pass the coordinator's address,
-    and get their batches from the node on their own host. Lines on stdout say when each is ready.
+    A cluster has one coordinator, and one node per host. Trainers need the coordinator's address,
+    and get their batches from the node on their own host. Each process prints `ready: …` when it
+    can be used.
 
-    SIGTERM, Ctrl-C or a closed terminal drains: the process takes no new work and finishes work in
-    flight. A second signal stops it at once. SIGHUP reloads files of credentials, and log_level and
-    log_format of the configuration file.
+    On SIGTERM, Ctrl-C or a closed terminal, the process accepts no new jobs, and exits when its
+    jobs have ended. A second signal stops the process at once. On SIGHUP, it reads credentials,
+    log_level and log_format again.
 
-    --page shows jobs, ranks and nodes live in a browser, which asks for a user name (any) and a
-    password: the token. The same port has the metrics for Prometheus, at /metrics.
+    --page opens a port with a live page of jobs, ranks and nodes. Log in with any user name, and
+    with the token as password. The same port has metrics for Prometheus at /metrics.
 
-    Over TCP, nodes and commands show a token: the one in DATAPLANE_TOKEN or --token-file, or the
-    one that the first coordinator creates in its state directory. Copy it to the other hosts.
+    Over TCP, nodes and commands need the service's token. It is in DATAPLANE_TOKEN, in
+    --token-file, or in the file `token` that the first coordinator writes into its state directory.
+    Copy this file to the other hosts.
 
     \b
     Examples:

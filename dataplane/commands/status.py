@@ -69,9 +69,9 @@ Show = Callable[[StatusResponse | None, str], None]
 @click.command("status")
 @click.argument("address", required=False)
 @click.option("--job", default="", metavar="ID", help="Only this job.")
-@click.option("--all", "whole", is_flag=True, help="Every rank and node, also of large jobs.")
+@click.option("--all", "whole", is_flag=True, help="Show every rank and node, also of large jobs.")
 @click.option("--watch", is_flag=True, help="Refresh every second, until Ctrl-C.")
-@click.option("--node", "of_node", is_flag=True, help="Only whether this host's node answers.")
+@click.option("--node", "of_node", is_flag=True, help="Only check this host's node.")
 @setting_options(*CLIENT_SETTINGS, "service")
 @json_option
 def status(
@@ -84,19 +84,19 @@ def status(
     of_node: bool,
     as_json: bool,
 ) -> None:
-    """Show jobs, their ranks, and nodes; where blocks came from; and stores that do not answer.
+    """Show jobs, ranks and nodes, the origin of blocks, and stores that do not answer.
 
-    ADDRESS is the coordinator's address. The default is the setting `join`, or else `listen`: the
-    coordinator on this machine.
+    ADDRESS is the coordinator's address, by default the setting `join` or, if not set, `listen`
+    (the coordinator on this machine).
 
-    If there are more than 16 ranks or 8 nodes, sums, medians, and those that waited most are shown;
-    --all and --json show every rank and node. --watch also waits for a coordinator that is
-    restarted. Into a pipe or file, --watch writes one status after another; with --json, each on a
-    line of its own.
+    For more than 16 ranks or 8 nodes, the command shows sums, medians, and the ranks and nodes that
+    waited longest. --all and --json show every rank and node. --watch also waits while a
+    coordinator restarts. If stdout is a pipe or file, --watch writes one status after another. With
+    --json, each status is one line.
 
-    --node asks the node that serves trainers of this user on this host, for probes: the exit status
-    is 0 if it opens jobs, 1 if it answers but waits for its coordinator, 3 if it does not answer.
-    No store is asked.
+    --node asks the node of this user on this host, and is meant for probes. The exit status is 0 if
+    the node opens jobs, 1 if the node waits for its coordinator, and 3 if the node does not answer.
+    The node does not check stores for this.
 
     \b
     Examples:

@@ -204,9 +204,9 @@ def step_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     made: Callable[..., Any] = named
     for flag, text in (
-        ("--epoch", "Default: the job's; 0 for urls."),
-        ("--global-step", "Instead: the step, counted from 0 over all epochs of the plan."),
-        ("--step", "The step, counted from 0 in its epoch."),
+        ("--epoch", "The epoch. Default: the job's present epoch; 0 for URLs."),
+        ("--global-step", "Instead of --step: the step, counted from 0 over all epochs."),
+        ("--step", "The step, counted from 0 within its epoch."),
     ):
         made = click.option(flag, type=COUNT, help=text)(made)
     return made
@@ -250,14 +250,16 @@ def traced_options(command: Callable[..., Any]) -> Callable[..., Any]:
     options = (
         click.argument("target", nargs=-1, required=True, metavar="URL...|LEDGER|JOB"),
         click.option("--data", "data", multiple=True, metavar="URL",
-                     help="Where the dataset of a ledger or a job is now, or its manifest; for a "
-                     "source of a mixture NAME=URL."),
+                     help="Present URL or manifest of the dataset of a ledger or job; NAME=URL for "
+                     "a source of a mixture."),
         click.option("--dataset-moved", is_flag=True,
                      help="Accept a dataset whose ETags differ from those of the job."),
-        click.option("--dp-size", type=POSITIVE, help="Data-parallel ranks. Default: the job's."),
+        click.option("--dp-size", type=POSITIVE,
+                     help="Number of data-parallel ranks. Default: the job's."),
         click.option("--cursor", type=COUNT, default=0,
-                     help="Samples before step 0, for a run that was resumed within a step."),
-        click.option("--global-batch", type=POSITIVE, help="With URL: samples in a step."),
+                     help="First position of step 0, for a run that was resumed within a step."),
+        click.option("--global-batch", type=POSITIVE,
+                     help="With URL: samples of a step, over all ranks."),
         click.option("--seed", type=COUNT, help="With URL; default: 0."),
         click.option("--shuffle/--no-shuffle", default=None, help="With URL; default: shuffled."),
         click.option("--lanes", type=POSITIVE, help="With URL; default: from the dataset."),

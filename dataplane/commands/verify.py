@@ -89,11 +89,11 @@ def verify(
 ) -> None:
     """Read and check every sample of a dataset once.
 
-    Indexes every shard again, fetches and decodes every block, and checks checksums, lengths,
-    counts and schemas. It continues after an error and lists all of them; the exit status is 1 if
-    there are any. A manifest is checked against the shards as they are now. Images in columns of
-    bytes are read, but decoded only with --decode, which lists those that cannot be, by shard and
-    row. A column has images if one of its values is an image.
+    Index every shard again, read and decode every block, and check checksums, lengths, counts and
+    schemas. The command continues after an error, and lists all errors. The exit status is 1 if
+    there are errors. If you pass a manifest, the command compares it with the present shards. With
+    --decode, images in columns of bytes are also decoded; the command lists damaged images by shard
+    and row.
 
     Damage without a checksum may go undetected: TFRecord has a checksum for every record; most
     writers of Parquet leave page checksums out, and JSON lines and plain Arrow have none.

@@ -27,13 +27,13 @@ EPOCHS_MAX = 1000
     "row_name",
     required=True,
     metavar="SHARD:ROW",
-    help="The shard's number, url, or end of its url, and the row in it, from 0.",
+    help="The shard's number, url, or end of its url, and the row in the shard, from 0.",
 )
-@click.option("--source", "source_name", metavar="NAME", help="The row's source, of a mixture.")
+@click.option("--source", "source_name", metavar="NAME", help="The row's source in a mixture.")
 @click.option(
     "--epochs",
     metavar="FIRST:STOP",
-    help="Default: all until the one after the job's; 0:1 for urls.",
+    help="Default: all epochs up to the next one of the job; 0:1 for URLs.",
 )
 @traced_options
 @interruptible
@@ -46,11 +46,11 @@ def where(
     as_json: bool,
     **asked: Any,
 ) -> None:
-    """Show when a row was or will be seen: the epoch, the step, and the rank that gets it.
+    """Show the epochs, steps and ranks that get a row.
 
-    Only the plan is computed, backwards. No sample is read, except that for packs the tokens of the
-    row's block are read. For a row that was taken out, the row that replaces it is shown. A job is
-    named as for `dataplane trace`.
+    The command computes the plan, and reads no samples (only for packs, the tokens of the row's
+    block). If the row was taken out, the command shows the row that replaces it. Name the job as
+    for `dataplane trace`.
 
     \b
     Examples:

@@ -31,8 +31,8 @@ DataplaneError
 The details of an error (shard, offset, field, …) are its *nouns*: keyword arguments that become
 attributes. An error is sent between processes as class name, message and nouns, never as a pickle.
 A noun that the class declares and that was not given is None. Neither the message nor a noun ever
-contains a password or a signature from a url. Below an error's message, a traceback names the place
-in docs/reference/errors.md that explains its class: a note, which is no part of `str(error)`.
+contains a password or a signature from a url. A traceback shows the remedy below the message, as a
+note that is no part of `str(error)`.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ Noun = str | int | None
 
 
 class DataplaneError(Exception):
-    """The root: `except DataplaneError` catches every error that Dataplane raises deliberately."""
+    """The base of all errors: `except DataplaneError` catches every error of Dataplane."""
 
     nouns: Mapping[str, Noun]
     known: ClassVar[tuple[str, ...]] = ("peer",)
     """The nouns that this class adds to those of its base class."""
-    remedy: ClassVar[str] = "correct what the message names, and run it again"
+    remedy: ClassVar[str] = "correct what the message names, then try again"
     """The advice to people who get this class or one below it."""
 
     def __init__(self, message: str, **nouns: Noun) -> None:
@@ -87,13 +87,7 @@ class DataplaneError(Exception):
         self.nouns = {
             name: redacted(noun) if isinstance(noun, str) else noun for name, noun in nouns.items()
         }
-        self.add_note(f"see {self.page}")
-
-    @property
-    def page(self) -> str:
-        """The place in the documentation that explains this class of errors, or its base here."""
-        known = next(kind for kind in type(self).__mro__ if kind.__module__ == __name__)
-        return f"docs/reference/errors.md#{known.__name__.lower()}"
+        self.add_note(f"what to do: {self.remedy}")
 
     def __getattr__(self, name: str) -> Noun:
         nouns = self.__dict__.get("nouns", {})
@@ -109,9 +103,9 @@ class DataplaneError(Exception):
 
 
 class ConfigError(DataplaneError):
-    """You asked for the impossible: raised before any work."""
+    """An argument, option or setting is wrong. Raised before any work begins."""
 
-    remedy: ClassVar[str] = "correct it and run the command again; --help has examples"
+    remedy: ClassVar[str] = "correct the argument, option or setting that the message names"
     known: ClassVar[tuple[str, ...]] = (
         "field",
         "key",
@@ -131,8 +125,9 @@ class ConfigError(DataplaneError):
 
 
 class SpecMismatch(ConfigError):
-    """Two members of a job disagree. Nouns: field, expected, found; `reopened` is true if joining
-    may succeed after other ranks have closed their previous loaders.
+    """Two ranks of a job, or a loader and a state, have different arguments. Nouns: field,
+    expected, found; `reopened` is true if joining may succeed after other ranks have closed their
+    previous loaders.
     """
 
     remedy: ClassVar[str] = "give all ranks, or the loader and its state, the same arguments"
@@ -140,38 +135,42 @@ class SpecMismatch(ConfigError):
 
 
 class BudgetTooSmall(ConfigError):
-    """A memory budget cannot hold what must be in memory at once. Nouns: needed, budget."""
+    """A memory budget is smaller than what must be in memory at once. Nouns: needed, budget."""
 
-    remedy: ClassVar[str] = "raise the budget; `dataplane config show` says where it was set"
+    remedy: ClassVar[str] = (
+        "raise the setting that the message names; `dataplane config show` prints its origin"
+    )
     known: ClassVar[tuple[str, ...]] = ("needed", "budget")
 
 
 class VersionMismatch(ConfigError):
-    """Client, node and coordinator are of different versions, or the installed torch lacks a name
-    that we need. Nouns: expected, found.
+    """Trainer, node and coordinator have different versions of Dataplane, or the installed torch
+    lacks a name that Dataplane needs. Nouns: expected, found.
     """
 
-    remedy: ClassVar[str] = "install one version of dataplane-loader on every host, and restart"
+    remedy: ClassVar[str] = (
+        "install the same version of dataplane-loader on every host, and restart"
+    )
 
 
 class AccessDenied(ConfigError):
-    """A token or certificate is missing, wrong, or does not allow this. Nouns: call."""
+    """A token or certificate is missing, is wrong, or does not allow the call. Nouns: call."""
 
-    remedy: ClassVar[str] = "docs/security.md says who may make which call, and where tokens are"
+    remedy: ClassVar[str] = "check the token and the certificate, and the roles and claims of a JWT"
     known: ClassVar[tuple[str, ...]] = ("call",)
 
 
 class ClosedError(DataplaneError):
-    """You closed it, then used it."""
+    """A loader or connection was used after it was closed."""
 
-    remedy: ClassVar[str] = "make a new loader: a closed one cannot be opened again"
+    remedy: ClassVar[str] = "make a new loader: a closed loader cannot be opened again"
 
 
 class PeerLost(DataplaneError):
-    """The other side went away. Nouns: peer."""
+    """Another process (a node, coordinator or trainer) does not answer. Nouns: peer."""
 
     remedy: ClassVar[str] = (
-        "check the address, and that the process runs there (`dataplane serve` starts one)"
+        "check the address, and whether the process runs there (`dataplane serve` starts it)"
     )
     known: ClassVar[tuple[str, ...]] = ("peer", "last_error", "status")
 
@@ -181,77 +180,83 @@ class NotWrittenError(PeerLost):
     send the request again later. Nouns: peer.
     """
 
-    remedy: ClassVar[str] = "make room on the coordinator's disk; nodes then go on by themselves"
+    remedy: ClassVar[str] = "free disk space for the coordinator; nodes then go on by themselves"
 
 
 class NeighbourGone(PeerLost):
-    """Another node did not send a block or a slab, so it must come from elsewhere. Nouns: peer;
-    `working` is true if that node is still making the slab, and may be asked for it again.
+    """Another node did not send a block or a slab (a few batches). Nouns: peer; `working` is true
+    if the other node is still making the slab.
     """
 
-    remedy: ClassVar[str] = "none: the node reads the block elsewhere"
+    remedy: ClassVar[str] = (
+        "nothing: the node reads the block from the store, or makes the slab itself"
+    )
     known: ClassVar[tuple[str, ...]] = ("working",)
 
 
 class LeaseError(DataplaneError):
-    """A membership ended."""
+    """A rank or node has lost its place in a job."""
 
-    remedy: ClassVar[str] = "another launch of the job took over; stop this one, or start it again"
+    remedy: ClassVar[str] = (
+        "stop this process, or start the job again: another launch may have taken over"
+    )
     known: ClassVar[tuple[str, ...]] = ("job", "member", "generation")
 
 
 class LeaseExpired(LeaseError):
-    """The lease was not renewed in time: join again. Nouns: job, member."""
+    """A node did not renew a rank's place in the job in time. Nouns: job, member."""
 
 
 class LeaseFenced(LeaseError):
-    """A newer generation took your place. Nouns: job, member, generation."""
+    """A newer launch of the job has taken over. Nouns: job, member, generation."""
 
 
 class StoreError(DataplaneError):
-    """The object store failed. Nouns: shard."""
+    """A request to an object store failed. Nouns: shard."""
 
-    remedy: ClassVar[str] = "check the network and the store; then run the command again"
+    remedy: ClassVar[str] = "check the network and the store, then try again"
     known: ClassVar[tuple[str, ...]] = ("shard", "attempts")
 
 
 class ShardNotFound(StoreError):
-    """No such bucket, folder or object. Nouns: shard."""
+    """The bucket, folder or object does not exist. Nouns: shard."""
 
     remedy: ClassVar[str] = "check the spelling and the store's endpoint"
 
 
 class StoreDenied(StoreError):
-    """Credentials missing or refused. Nouns: shard."""
+    """The store refused the credentials, or there are none. Nouns: shard."""
 
     remedy: ClassVar[str] = "check the credentials in the environment and their permissions"
 
 
 class StoreThrottled(StoreError):
-    """The store asks us to slow down. Nouns: shard."""
+    """The store asks for fewer requests (HTTP 429 or 503). Nouns: shard."""
 
 
 class StoreUnavailable(StoreError):
-    """No answer, or the store's own failure. Nouns: shard."""
+    """The store does not answer, or reports a failure of its own. Nouns: shard."""
 
 
 class TruncatedRead(StoreError):
-    """Fewer bytes than asked for. Nouns: shard, offset, expected, found."""
+    """The store sent fewer bytes than requested. Nouns: shard, offset, expected, found."""
 
     known: ClassVar[tuple[str, ...]] = ("offset", "expected", "found")
 
 
 class DatasetChangedError(DataplaneError):
-    """The object has changed since it was indexed. Nouns: shard, expected, found."""
+    """A shard has changed since it was indexed. Nouns: shard, expected, found."""
 
-    remedy: ClassVar[str] = "index the dataset again, or restore the shard as it was indexed"
+    remedy: ClassVar[str] = "index the dataset again, or restore the old shard"
     known: ClassVar[tuple[str, ...]] = ("shard", "expected", "found")
 
 
 class CorruptShard(DataplaneError):
-    """The bytes are not what the format promises. Nouns: shard, offset, expected, found."""
+    """The bytes of a shard violate its format. Nouns: shard, offset, expected, found."""
 
-    remedy: ClassVar[str] = "rewrite the shard from its source; retrying will not help"
+    remedy: ClassVar[str] = (
+        "write the shard again from its source; another attempt to read it will also fail"
+    )
     known: ClassVar[tuple[str, ...]] = (
         "shard",
         "offset",
@@ -266,53 +271,54 @@ class CorruptShard(DataplaneError):
 
 
 class ImageError(CorruptShard):
-    """An image cannot be decoded: truncated, too large, or not an image. Nouns: shard, row (in the
-    shard), key (of samples that have one), column, reason. Until the shard is known, row is the
-    index among the images being decoded.
+    """An image cannot be decoded: it is truncated or too large, or the bytes are no image. Nouns:
+    shard, row (in the shard), key (of samples that have one), column, reason. If shard is None, row
+    is the index among the images that were decoded together.
     """
 
-    remedy: ClassVar[str] = 'rewrite the image, or pass bad_images="replace"'
+    remedy: ClassVar[str] = 'replace the image in its shard, or pass bad_images="replace"'
     known: ClassVar[tuple[str, ...]] = ("reason", "key")
 
 
 class SchemaMismatch(CorruptShard):
-    """A shard's schema differs from the dataset's. Nouns: shard, field, expected, found."""
+    """A shard and its dataset have different schemas. Nouns: shard, field, expected, found."""
 
-    remedy: ClassVar[str] = "rewrite the shard with the dataset's schema, or leave it out"
+    remedy: ClassVar[str] = "write the shard again with the dataset's schema, or leave it out"
 
 
 class NotKept(DataplaneError):
-    """A node's disk does not have a block, which must be read elsewhere. Nouns: trouble, the reason
-    why the disk cannot be used at present; empty if the disk works.
+    """A node's disk cache does not have a block. Nouns: trouble (the reason why the disk cannot be
+    used at present; empty if the disk works).
     """
 
-    remedy: ClassVar[str] = "none: the node reads the block from the store"
+    remedy: ClassVar[str] = "nothing: the node reads the block from the store"
     known: ClassVar[tuple[str, ...]] = ("trouble",)
 
 
 class FunctionError(DataplaneError):
-    """A function of the user, called by a worker, raised an exception or returned an invalid value.
-    The message contains the function's traceback. Nouns: function; shard and block for a map, step
-    (of the epoch) for a collate function.
+    """A worker called a map= or collate= function, which raised an exception or returned an invalid
+    value. Nouns: function; shard and block for a map, step (of the epoch) for a collate function.
     """
 
-    remedy: ClassVar[str] = "correct the function: the message has its traceback"
+    remedy: ClassVar[str] = "correct the function; the message contains its traceback"
     known: ClassVar[tuple[str, ...]] = ("function", "shard", "block", "row", "column", "step")
 
 
 class RowOutOfBounds(DataplaneError):
-    """A row lies outside its block or slab: a bug in Dataplane, please report it. Nouns: row."""
+    """A row lies outside its block or slab, because of a bug in Dataplane. Nouns: row."""
 
-    remedy: ClassVar[str] = "this is a bug in dataplane: please report it with the traceback"
+    remedy: ClassVar[str] = "report this bug of Dataplane, with the traceback"
     known: ClassVar[tuple[str, ...]] = ("row",)
 
 
 class DataStallError(DataplaneError):
-    """No batch within the deadline. Nouns: stage, shard, node, last_error; function (of the user,
-    if workers are calling one), and the number of blocks done and in total.
+    """No batch came within the deadline (`stall_timeout_s`). Nouns: stage, shard, node, last_error;
+    function (the map= or collate= that workers call), done and total (numbers of blocks).
     """
 
-    remedy: ClassVar[str] = "`dataplane status` shows which rank waits; look at its node's log"
+    remedy: ClassVar[str] = (
+        "run `dataplane status` to see which rank waits, and read the log of its node"
+    )
     known: ClassVar[tuple[str, ...]] = (
         "stage",
         "shard",

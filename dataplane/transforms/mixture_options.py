@@ -42,13 +42,13 @@ _NEXT_OPTION = re.compile(f",(?=(?:{'|'.join(_ON_COMMAND_LINES)})=)")
 
 
 class Source(Struct, frozen=True):
-    """One dataset of a mixture: its urls, and how much of it is read.
+    """One dataset of a mixture, with its share.
 
-    `weight` is its share, in any unit that all sources use. Alternatively, `passes` is how often an
-    epoch reads it relative to other sources: with 2, twice as often as a source with 1. An epoch
-    reads it `max_passes` times at most: by default once, or without limit with exhausted="cycle".
-    `mean_length` is the mean length of its samples in tokens, for unit="tokens". All other options
-    have the meaning of the loader's options of the same name, and replace them for this source.
+    `weight` is the source's share; only its proportion to other weights counts. Instead, `passes`
+    sets passes per epoch relative to other sources: a source with 2 is read twice as often as a
+    source with 1. An epoch reads a source at most `max_passes` times, by default once, or without
+    limit if exhausted="cycle". `mean_length` is the mean number of tokens of a sample, for
+    unit="tokens". All other options replace the loader's options of the same name for this source.
     """
 
     urls: Urls
@@ -83,18 +83,20 @@ class MixStep(NamedTuple):
 class Mixture:
     """Datasets that one loader mixes: pass it to DataLoader in place of a url.
 
-    `sources` maps names to sources, or to urls if a `temperature` decides how much of each is read:
-    1 is in proportion to their samples, and larger temperatures are more equal. `unit` says what
-    weights are shares of: "samples"; "tokens", where longer samples count more, by the bytes of the
-    columns that are read or by each source's mean_length; or "batch", where each global batch comes
-    from one source. `exhausted` says what happens when a source was read max_passes times: "stop"
-    ends the epoch, "renormalise" continues with the others until all are read, and "cycle" reads
-    the source again, until each was read once. With a `length`, in `unit`, the epoch has that
-    length: 10_000, or "10B tokens". The next epoch continues with the next samples of each source.
-    `source_column` names a column of int32 that is added to batches: the index of each sample's
-    source. `schedule` sets other weights from given steps on, counted from the first step of the
-    job through all epochs: [(1000, {"web": 0.5, "code": 0.5}), …]. docs/mixtures.md says when they
-    take effect.
+    - `sources`: a dict from names to sources or, with `temperature`, to urls.
+    - `temperature`: shares in proportion to n^(1/temperature), where n is a source's number of
+      samples. With 1, shares are in proportion to n; larger values give more equal shares.
+    - `unit`: what weights count. "samples"; "tokens", so that a source with longer samples gets
+      fewer samples (by the bytes of its columns, or by its mean_length); or "batch", with one
+      source in each global batch.
+    - `exhausted`: what happens when a source was read max_passes times. "stop" ends the epoch.
+      "renormalise" continues with the other sources, until all are read. "cycle" reads the source
+      again, until each source was read at least once.
+    - `length`: the length of an epoch in `unit`, such as 10_000 or "10B tokens". The next epoch
+      continues with the next samples of each source.
+    - `source_column`: the name of an int32 column with the index of each sample's source.
+    - `schedule`: other weights from given steps on, [(1000, {"web": 0.5, "code": 0.5}), …]. Steps
+      count over all epochs. Weights apply from the next round on (1,024 samples of each lane).
 
     Raises:  ConfigError: a name, weight or number is invalid.
     """

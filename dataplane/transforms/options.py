@@ -48,38 +48,40 @@ class ColumnArguments(TypedDict, total=False):
     """The arguments that say which columns batches have, and in which form."""
 
     columns: Sequence[str] | Mapping[str, object] | None
-    """The columns of a batch, in this order; all by default. The name of a struct means all of its
-    leaves. Or a dict of the type of each, as in `dtype`, with None for the stored type.
+    """The columns of a batch, in this order; by default all. The name of a struct means all its
+    fields. A dict gives each column a type, as in `dtype`; None keeps the stored type.
     """
     dtype: Mapping[str, object] | None
-    """The types of columns of numbers, or of lists of them: `{"tokens": "int64"}`. Decimals and
-    digits in texts become numbers, too. A number that does not fit is an error.
+    """The types of columns with numbers or lists of numbers: `{"tokens": "int64"}`. Decimals, and
+    texts that contain a number, can be converted, too. A number that does not fit is an error.
     """
     lists: str
-    """`"padded"`: one tensor, as wide as the longest list of its batch, and a column `name.length`.
-    `"ragged"`: values and offsets.
+    """With `"padded"`, a list column is one tensor, as wide as the longest list of the batch, and a
+    column `name.length` has the lengths. With `"ragged"`, it has two tensors: values and offsets.
     """
     pad_value: Numbers | None
-    """The number that fills padded lists, 0 by default, or a dict of one for each column."""
+    """The number that fills padded lists, 0 by default, or a dict with a number for each column."""
     max_length: Lengths | None
-    """The length after which longer lists are cut, or a dict of one for each column."""
+    """The maximum length of lists, after which they are cut, or a dict with a length for each
+    column."""
     truncation_side: str
-    """The side of a longer list that is cut: `"right"` or `"left"`."""
+    """The side at which longer lists are cut: `"right"` or `"left"`."""
     fill_null: Numbers | None
-    """The number that replaces nulls, or a dict of one for each column. Floats without one become
-    NaN; integers, bools and times need one.
+    """The number that replaces nulls, or a dict with a number for each column. Without a number,
+    null floats become NaN, and other nulls (integers, bools, times) are errors.
     """
     nulls: str
-    """`"fill"` replaces nulls as above; `"mask"` also adds a column of bools `name.is_null` for
-    each column that may have nulls.
+    """With `"fill"`, `fill_null` replaces nulls. With `"mask"`, each column that may have nulls
+    also gets a column of bools, `name.is_null`.
     """
     codes: Sequence[str] | None
-    """Columns that come as integers, in the order of their sorted values, which
-    `loader.categories("country")` returns. A new dataset is read once for that.
+    """Columns whose values become integers. `loader.categories("country")` returns the sorted
+    values, and code i is the i-th value. For a new dataset, the node first reads these columns
+    once.
     """
     stack: Mapping[str, Stack | Sequence[str]] | None
-    """Columns of one number a sample, joined into a tensor [B, columns]: `{"x": ["age", "price"]}`.
-    `Stack(["age", "price"], dtype="float32")` if their types differ.
+    """Columns of numbers that are joined into one tensor [B, columns]: `{"x": ["age", "price"]}`.
+    If types differ, pass `Stack(["age", "price"], dtype="float32")`.
     """
 
 
@@ -87,17 +89,17 @@ class RowArguments(TypedDict, total=False):
     """The arguments that choose rows."""
 
     where: str | None
-    """A condition on columns: `"lang == 'en' and score > 0.5"`. Only rows where it is true are
-    read.
+    """A condition on columns: `"lang == 'en' and score > 0.5"`. The loader reads only rows for
+    which the condition is true.
     """
     sample: float | None
-    """A share of the rows, chosen by a hash of each: 0.1 is a tenth."""
+    """A share of the rows, selected by a hash of each row: 0.1 is a tenth."""
     split: Sequence[object] | None
-    """A part of the rows by their hash: `("train", 0.99)` and `("validation", 0.01)` never share a
-    row, and shards can be added. A range is `("test", 0.98, 0.99)`.
+    """A part of the rows, selected by a hash of each row: `("train", 0.99)` and `("validation",
+    0.01)` never share a row, even if shards are added. `("test", 0.98, 0.99)` is a range.
     """
     limit: int | None
-    """A number of rows, the first ones."""
+    """The number of rows to read, from the first row on."""
 
 
 ROW_ARGUMENTS: Final = tuple(RowArguments.__annotations__)

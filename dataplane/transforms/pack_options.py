@@ -28,23 +28,25 @@ _ON_COMMAND_LINES: Final = ("length", "policy", "long", "multiple", "documents")
 class Pack(Struct, frozen=True):
     """Samples of `length` tokens, each made of several rows of the list column `column`.
 
-    `policy` is "best_fit", which puts whole rows next to each other and pads the rest of a pack, or
-    "wrap", which concatenates all rows and cuts the result. With best fit, `long` says what happens
-    to a row of more than `length` tokens: "fragment" cuts it into packs, "truncate" keeps its
-    start, "drop" leaves it out. `carry` are other list columns with one value per token, such as a
-    loss mask. `outputs` are columns that are made for each pack: "position_ids" and "document_ids",
-    int32[length]; "cu_seqlens", int32[documents + 2], and "max_seqlen", int32; and "labels",
-    int64[length], the next token of each token, or -100 where a row ends and in padding. Each row
-    starts at a multiple of `multiple` tokens; a pack has at most `documents` rows, by default an
-    eighth of `length`. Padding has `pad_value`. `loss_mask` is a list column with one value per
-    token, 0 or false for tokens without a loss: a label is -100 if the token that it names has no
-    loss. `dtype`, "int32" or "int64", is the type of the tokens; by default they have the stored
-    type.
+    - `policy`: "best_fit" puts whole rows side by side and pads the rest of a pack. "wrap" joins
+      all rows and cuts the result every `length` tokens. "pad" makes padded batches (see below).
+    - `long`: what happens to a row of more than `length` tokens. "fragment" cuts the row into
+      several packs, "truncate" keeps its start, and "drop" leaves the row out.
+    - `carry`: other list columns with one value per token.
+    - `outputs`: columns that are made for each pack. "position_ids" and "document_ids" are
+      int32[length], "cu_seqlens" is int32[documents + 2], "max_seqlen" is int32, and "labels" is
+      int64[length]. A label is the next token, or -100 at the end of a row and in padding.
+    - `multiple`: each row starts at a multiple of this number of tokens.
+    - `documents`: the maximum number of rows in a pack, by default an eighth of `length`.
+    - `pad_value`: the token in padding.
+    - `loss_mask`: a list column with one value per token, which is 0 or false for tokens without a
+      loss. Such tokens have the label -100.
+    - `dtype`: the type of tokens, "int32" or "int64"; by default the stored type.
 
-    With `policy="pad"`, each sample is a padded batch of rows of similar length: tokens and `carry`
-    have the shape [rows, width], where width is the longest row, rounded up to `multiple`, and rows
-    times width is at most `length`. The column "lengths", int32[rows], is always added, and
-    "labels" on request.
+    With `policy="pad"`, each sample is a padded batch of rows of similar length. Tokens and `carry`
+    have the shape [rows, width]. The width is the length of the longest row, rounded up to
+    `multiple`, and rows * width is at most `length`. Batches also have a column "lengths",
+    int32[rows], and on request "labels".
     """
 
     column: str

@@ -17,8 +17,8 @@ _EXAMPLE = 'stack={"features": ["age", "price"]}'
 
 
 class Stack(Struct, frozen=True):
-    """Columns to be delivered as one tensor, in this order. `dtype` is a name, or torch's dtype; ""
-    keeps the type, which all columns must share.
+    """Columns that are delivered as one tensor, in this order. `dtype` is a name, or torch's dtype.
+    With "", all columns must have the same type.
     """
 
     columns: Sequence[str]

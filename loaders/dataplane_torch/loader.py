@@ -57,8 +57,7 @@ class DataLoader(LoaderBase[_T_co]):
     batches straight into memory that this process has mapped. `snapshot_every_n_steps` sets how
     often the states of datasets and samplers are taken; the loader's state is exact after any step.
 
-    Over urls a node reads, decodes and batches. These arguments apply; more on each is in
-    docs/reference/arguments.md.
+    Over urls, a node reads and decodes shards and makes batches. The arguments over urls:
 
     Rows
       where: str                 a condition on columns: "lang == 'en' and score > 0.5"
@@ -66,11 +65,11 @@ class DataLoader(LoaderBase[_T_co]):
       sample: float              a share of the rows
       limit: int                 a number of rows, the first ones
     Order and batches
-      batch_size: int = 1        samples of one data-parallel rank; None if samples are batches
+      batch_size: int = 1        samples in a batch of a rank; None if each sample is a padded batch
       global_batch_size: int     samples of all ranks, instead of batch_size
       end: str = "ragged"        an incomplete last global batch: "ragged", "drop" or "pad"
-      shuffle: bool = False      another order in each epoch
-      seed: int = 0              all randomness follows from it
+      shuffle: bool = False      whether each epoch has a new random order
+      seed: int = 0              the seed of all random numbers
       lanes, window: int         how far the shuffle reaches; from the dataset if left out
     Columns
       columns: list, dict        the columns of batches, in their order, or their types; or all
@@ -99,7 +98,7 @@ class DataLoader(LoaderBase[_T_co]):
       topology, dp_rank, dp_size    instead; otherwise `Topology.auto()` finds it
       columns_by_stage: dict     the columns of each pipeline stage: {0: ["tokens"], -1: ["labels"]}
       sequence_part: list        columns of which a context-parallel rank gets its part
-      device: str                the device of the tensors, such as "cuda"; the host if left out
+      device: str                the device of the tensors, such as "cuda"; by default the CPU
     Job
       format: str                the shards' format; from their names if left out
       files: str                 the column of paths, if rows of tables name files to read
@@ -114,8 +113,9 @@ class DataLoader(LoaderBase[_T_co]):
       stages: list               a schedule of recipes: [Stage(steps=9000, max_length=4096), …]
       replay_first_slab: bool = False   repeats the first batches: how fast is the trainer alone?
 
-    Every pass is one epoch, and the next pass is the next epoch, also after a pass that was left
-    early. `state_dict()` is the state of the pass begun last: yielded batches count as consumed.
+    Every pass is one epoch, and the next pass is the next epoch, even if the loop left the pass
+    early. `state_dict()` is the state of the latest pass: batches that the loop has received count
+    as consumed.
 
     Raises:  ValueError, TypeError, AssertionError: as torch's DataLoader.  ConfigError: arguments
     that cannot be combined, or a device that does not exist.  RuntimeError: a worker died, or
@@ -196,7 +196,9 @@ class DataLoader(LoaderBase[_T_co]):
 
     @property
     def valid_count(self) -> int | None:
-        """Rows of the last batch that are not padding; None before the first and over a Dataset."""
+        """The number of rows of the last batch that are not padding; None before the first batch,
+        and over a Dataset.
+        """
         return None if self._shards is None else self._shards.valid_count
 
     @property
@@ -208,8 +210,8 @@ class DataLoader(LoaderBase[_T_co]):
 
     @property
     def schema(self) -> Schema:
-        """Return the columns of batches: stored type, unit, time zone, dtype and shape. Open the
-        dataset, but read no batch.
+        """Return the columns of batches, with stored type, unit, time zone, dtype and shape,
+        without reading a batch.
 
         Raises:  ConfigError: over a Dataset, whose samples are known only when they are made.
         """
@@ -223,14 +225,14 @@ class DataLoader(LoaderBase[_T_co]):
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The names of a mixture's sources, which the numbers in `source_column` index."""
+        """The names of a mixture's sources; `source_column` has indices into them."""
         return () if self._shards is None else self._shards.sources
 
     def set_weights(self, weights: Mapping[str, float]) -> MixStep:
-        """Change the shares of a mixture's sources: {"web": 0.3, "code": 0.7}, in its unit. The new
-        shares take effect with the first round that begins at the present position or later. Return
-        the first step of that round. Every rank must call this after the same step, with the same
-        weights. States contain the weights (docs/mixtures.md).
+        """Change the weights of a mixture's sources, for example to {"web": 0.3, "code": 0.7}. New
+        weights apply from the next round of the mixture on; return the first step of this round.
+        Every rank must call the method after the same step, with the same weights. States contain
+        the weights.
 
         Raises:  ConfigError: this loader is not over a Mixture, or the weights do not fit its
         sources.  SpecMismatch: another rank of the process group has set other weights.
@@ -241,11 +243,11 @@ class DataLoader(LoaderBase[_T_co]):
             return self._shards.set_weights(weights)
 
     def skip(self, steps: int) -> int:
-        """Skip the next steps, in the running pass or the next one, as after a spike of the loss.
-        Every rank must call this after the same step, with the same number. Later states continue
-        after the skipped steps, and their digest leaves these out. Return the number of skipped
-        steps, which is smaller at the end of the epoch. `dataplane skip` leaves steps out of a job
-        of a service, even if the job is resumed from an earlier state.
+        """Skip the next steps of the running pass (or of the next pass), for example after a spike
+        of the loss. Every rank must call the method after the same step, with the same number.
+        Later states continue after the skipped steps. Return the number of skipped steps, which is
+        smaller than `steps` at the end of the epoch. For a job of a service, use `dataplane skip`,
+        which also applies after a resume from an earlier state.
 
         Raises:  ConfigError: `steps` is not a number of steps, or this loader is over a Dataset.
         """
@@ -259,10 +261,10 @@ class DataLoader(LoaderBase[_T_co]):
 
     def tombstone(self, *names: str) -> None:
         """Take rows ("part-17.parquet:4") or whole shards ("part-17.parquet") out of this run, from
-        the present position on; in a mixture "SOURCE:part-17.parquet". Others take their places, as
-        with `dataplane tombstone`, and later states contain the change. A running pass ends, and
-        the next pass continues its epoch. Every rank must call this after the same step, with the
-        same names.
+        the present position on; in a mixture "SOURCE:part-17.parquet". Other rows replace the
+        removed rows, as with `dataplane tombstone`. Later states contain the change. The running
+        pass ends, and the next pass continues the epoch. Every rank must call the method after the
+        same step, with the same names.
 
         Raises:  ConfigError: there is no such row or shard, none is left to replace it, the job is
         that of a service, or this loader is over a Dataset.
@@ -280,9 +282,9 @@ class DataLoader(LoaderBase[_T_co]):
             self._shards.tombstone(names)
 
     def categories(self, column: str) -> tuple[Any, ...]:
-        """Return the values of a column's codes: code i stands for the i-th value. Values are
-        sorted, and the same on every rank and in every run over the dataset. A null has the code
-        -1, or its fill_null.
+        """Return the values of a column in `codes`: code i stands for the i-th value. The values
+        are sorted, and are the same on every rank and in every run over the dataset. A null has the
+        code -1, or the number in `fill_null`.
 
         Raises:  ConfigError: the column is not one of codes=[…], or this loader is over a Dataset.
         """
@@ -292,9 +294,10 @@ class DataLoader(LoaderBase[_T_co]):
             return self._shards.categories(column)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next pass. If it is the epoch of a loaded state, the position is
-        kept, so that the usual `for epoch in range(start, …): loader.set_epoch(epoch)` resumes.
-        Over a Dataset, call the set_epoch() of the dataset and its samplers, if they have one.
+        """Choose the epoch of the next pass. If a state of the same epoch was loaded, the pass
+        still begins at the state's position, so a loop `for epoch in range(start, …)` can always
+        call the method. Over a Dataset, call set_epoch() of the dataset and its samplers, if they
+        have this method.
 
         Raises:  ConfigError: `epoch` is not an epoch.
         """
@@ -307,8 +310,8 @@ class DataLoader(LoaderBase[_T_co]):
                 set_epoch(epoch)
 
     def statistics(self) -> Statistics:
-        """Return the loader's work so far, and the causes of its waits. Use the difference of two
-        values (`later.since(earlier)`) to leave out the start.
+        """Return what the loader has done so far, and why the trainer waited. For a part of the
+        run, take the difference of two values, `later.since(earlier)`.
 
         Raises:  ConfigError: over a Dataset, whose workers do not measure this.
         """
@@ -317,9 +320,9 @@ class DataLoader(LoaderBase[_T_co]):
         return self._shards.statistics()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of this run; yielded batches count as consumed. The state has plain
-        values and can be saved as JSON, unless the states of a user's own objects cannot. Over
-        urls, the state is the same on every rank.
+        """Return the state of this run. All batches that the loop has received count as consumed.
+        The state has only plain values, which JSON can store, except states of your own Dataset or
+        sampler. Over urls, the state is the same on every rank.
         """
         if self._shards is not None:
             with brief:
@@ -335,8 +338,8 @@ class DataLoader(LoaderBase[_T_co]):
         return self._place.state().to_dict()
 
     def ledger(self) -> str:
-        """Return the record of this run's data, as JSON lines to be saved beside its checkpoints.
-        From this record, `dataplane trace`, `where` and `replay` find the rows of any step.
+        """Return the ledger of this run, as JSON lines. Save the ledger beside the checkpoints:
+        with it, `dataplane trace`, `where` and `replay` find the rows of any step.
 
         Raises:  ConfigError: over a Dataset, whose samples have no names.
         """
@@ -351,18 +354,17 @@ class DataLoader(LoaderBase[_T_co]):
         change: str | None = None,
         before: Before = None,
     ) -> str:
-        """Continue the next pass where the state was taken: over urls on any number of ranks, over
-        a map-style Dataset with any number of workers. An empty state means the start.
+        """Begin the next pass at the position of a state: over urls on any number of ranks, over a
+        map-style Dataset with any number of workers. An empty state means the start of the run.
 
-        Over urls, `change` accepts a state that was saved with other arguments or shards, and
-        begins a new stage of the run: "restart" at once begins an epoch with all data; "unread"
-        begins an epoch with the data that the interrupted epoch had not delivered, and with new
-        data; "finish" begins the next epoch, after the rest of the interrupted epoch with the
-        state's recipe. For these two, the shards of the state's run are needed: if the loader's own
-        shards do not begin with these, `before` names them or their manifest (for a mixture, by
-        source). Every rank must pass the same arguments. The returned sentence says what has
-        changed. It is "" if nothing has changed, and then the state is resumed as without `change`
-        (docs/training.md).
+        Over urls, pass `change` to continue with other arguments or shards than those of the state.
+        "restart" begins a new epoch with all samples. "unread" begins an epoch with the samples
+        that the interrupted epoch did not deliver, and samples of new shards. "finish" first reads
+        the rest of the interrupted epoch with the old arguments. For "unread" and "finish", the
+        loader needs the old list of shards. If its own list does not begin with the old list, pass
+        the old urls or their manifest as `before` (for a mixture, a dict by source). Every rank
+        must pass the same arguments. Return a sentence that says what has changed. If nothing has
+        changed, the sentence is "", and `change` has no effect.
 
         Raises:  SpecMismatch: the state is of another job.  VersionMismatch: a newer version saved
         the state.  ConfigError: `state_dict` is not a state, or batch size, length or workers have
@@ -393,9 +395,7 @@ class DataLoader(LoaderBase[_T_co]):
         self._loaded_in = epochs_of(index_sampler(self))
 
     def close(self) -> None:
-        """Leave the job and end the workers. Tensors that are still held stay valid. May be called
-        twice.
-        """
+        """Leave the job and end the workers. Existing tensors stay valid. May be called twice."""
         if self._shards is not None:
             self._shards.close()
         else:

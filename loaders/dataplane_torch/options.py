@@ -38,22 +38,23 @@ class OrderArguments(TypedDict, total=False):
     """The arguments about the order of samples, and which samples form a batch."""
 
     seed: int
-    """The number from which all randomness follows: runs with one seed have one order."""
+    """The seed of all random numbers. Runs with the same seed have the same order."""
     lanes: int | None
-    """In how many places of the dataset the shuffle reads at once; chosen from the dataset by
-    default.
+    """The number of places of the dataset at which the shuffle reads at the same time; by default,
+    the dataset decides.
     """
     window: int | None
-    """Among how many samples of each lane the shuffle mixes; chosen from the dataset by default."""
+    """The number of consecutive samples of each lane that are shuffled together; by default, the
+    dataset decides."""
     global_batch_size: int | None
-    """Samples of all ranks together, in place of `batch_size`: a run may then continue with another
-    number of ranks and keep its steps.
+    """The number of samples of a step over all ranks, instead of `batch_size`. A run can then
+    continue on another number of ranks with the same steps.
     """
     end: str | None
-    """An incomplete last global batch. `"ragged"`: all ranks have as many steps, local batches
-    differ by one sample at most, and fewer samples than ranks join the step before. `"drop"`: as
-    `drop_last=True`. `"pad"`: samples from the epoch's start fill it, and `loader.valid_count` says
-    how many rows of the last batch are not padding.
+    """What happens to an incomplete last global batch. With `"ragged"`, ranks divide its samples,
+    and local batches differ by at most one sample; if there are fewer samples than ranks, the
+    previous step gets them. `"drop"` means `drop_last=True`. With `"pad"`, samples from the epoch's
+    start fill the batch, and `loader.valid_count` is the number of rows that are not padding.
     """
 
 
@@ -61,16 +62,16 @@ class ImageArguments(TypedDict, total=False):
     """The arguments about images."""
 
     transforms: Mapping[str, Sequence[Transform]] | None
-    """Columns of encoded images, and the steps that the node applies: `{"jpg":
+    """Columns of encoded images, with the steps that the node applies: `{"jpg":
     [RandomResizedCrop(224), ToLayout("CHW")]}`.
     """
     decode: str | None
-    """`"exact"` never decodes a JPEG at a reduced size, `"fast"` does for every geometry; by
-    default only random crops of at least twice the wanted size are.
+    """With `"exact"`, JPEGs are decoded at full size. With `"fast"`, images of at least twice the
+    output size are decoded at a reduced size. By default, only random crops are.
     """
     bad_images: str
-    """An image that cannot be decoded: `"raise"` ends the run with an ImageError, `"replace"`
-    delivers another row of the same block, the same one on all ranks.
+    """The reaction to an image that cannot be decoded: `"raise"` ends the run with an ImageError,
+    and `"replace"` delivers another row of the same block instead, the same row on all ranks.
     """
 
 
@@ -78,37 +79,40 @@ class FunctionArguments(TypedDict, total=False):
     """The arguments that make samples from rows: functions of the user, and packs."""
 
     map: Function | None
-    """A function of a module, or its name `"package.module:function"`. Workers call it over the
-    columns of each block, and keep the columns that it returns.
+    """A function of a module, or its name `"package.module:function"`. Workers call the function on
+    the columns of each block. Batches have the columns that it returns.
     """
     resizes: bool
-    """`map` may return another number of rows than it gets; the first run counts them."""
+    """If true, `map` may return more or fewer rows than it gets; the first run counts the rows."""
     per_epoch: bool
-    """The `generator` of `map` draws other numbers in each epoch, so results are made in each."""
+    """If true, `map` gets other random numbers in each epoch, and is called again in each epoch."""
     collate: Function | None
-    """A function, as `map`, which workers call over each batch, with arrays in place of tensors. It
-    returns arrays of any shape, which come as tensors.
+    """A function, given like `map`, that workers call on each batch. It gets numpy arrays and
+    returns arrays of any shape, which arrive as tensors.
     """
     pack: Pack | None
-    """`Pack("tokens", length=4096)`: each sample has several rows of tokens, with little padding.
-    With `policy="pad"` and `batch_size=None`, a sample is a padded batch of rows of similar length.
+    """With `Pack("tokens", length=4096)`, each sample has several rows of tokens, with little
+    padding. With `policy="pad"` and `batch_size=None`, each sample is a padded batch of rows of
+    similar length.
     """
     balance: str | None
-    """`"cost"` gives all ranks packs of about the same cost at each step."""
+    """With `"cost"`, all ranks get packs with about the same cost of attention at each step."""
 
 
 class PlaceArguments(TypedDict, total=False):
     """The arguments about this rank's place, and the part of each batch that it gets."""
 
     topology: Topology | None
-    """A Topology; by default `Topology.auto()` asks the mesh, the process group and the launcher.
+    """A Topology with this process's ranks; by default `Topology.auto()`, which asks the mesh, the
+    process group and the launcher.
     """
     device_mesh: DeviceMesh | None
-    """A DeviceMesh, from which this rank's place follows."""
+    """A DeviceMesh, from which the loader takes the data-parallel rank of this process."""
     batch_axes: Sequence[str | int] | None
-    """The axes of the mesh along which batches differ; by default known by their names."""
+    """The axes of the mesh along which batches differ; by default, the loader knows them by
+    name."""
     dp_rank: int | None
-    """The data-parallel rank of this process, with `dp_size`."""
+    """The data-parallel rank of this process; also pass `dp_size`."""
     dp_size: int | None
     """The number of data-parallel ranks."""
     columns_by_stage: Mapping[int, Sequence[str]] | None
@@ -116,39 +120,39 @@ class PlaceArguments(TypedDict, total=False):
     other stages get `{}`.
     """
     sequence_part: Sequence[str] | None
-    """Columns of sequences [B, T] of which each context-parallel rank gets its part, as a view."""
+    """Columns of sequences [B, T]. Each context-parallel rank gets only its part of them, as a
+    view."""
 
 
 class JobArguments(TypedDict, total=False):
     """The arguments about the job as a whole."""
 
     format: str | None
-    """The name of the format, where the names of the shards do not say it."""
+    """The name of the format, if the names of the shards have no known suffix."""
     files: str | None
-    """The column of a table with the paths of files, each of which is read into the column `image`;
-    relative paths begin at the folder of the table.
+    """The column of a table with paths of files. The node reads each file into the column `image`.
+    Paths are relative to the folder of the table.
     """
     service: str | None
-    """The address of a coordinator, `"10.0.0.1:7077"`; by default the setting `service`, or a node
-    of this process.
+    """The address of a coordinator, `"10.0.0.1:7077"`; by default the setting `service`. Without
+    either, this process starts a node.
     """
     name: str | None
-    """The name of the job; needed only where no launcher, process group or service tells runs
-    apart.
+    """The name of the job; needed only if no launcher, process group or service distinguishes runs.
     """
     sharing: str | None
-    """A name: equal jobs of one host with the same name decode each image only once."""
+    """A name; jobs of one host with equal batches and the same name decode each image only once."""
     follow: bool
-    """List the shards again when an epoch begins: each epoch has what was there at its begin. New
-    names must sort after the old ones. The state of an epoch finishes it with the shards it had.
+    """If true, list the shards again at the start of each epoch. New names must sort after all old
+    names. A resumed epoch keeps the shards that it had at its start.
     """
     dataset_moved: bool
-    """Accept a state although the ETags of its shards differ (of local files: modification times),
-    as after a copy. Names, sizes and blocks must be equal.
+    """If true, accept a state although the ETags of the shards (or modification times of local
+    files) differ, as after a copy. Names, sizes and blocks must be equal.
     """
     on_bad: str
-    """Damaged rows, records and blocks: `"raise"` ends the run, `"replace"` delivers other rows in
-    their places.
+    """The reaction to damaged rows and blocks: `"raise"` ends the run, and `"replace"` delivers
+    other rows instead.
     """
     bad_max: float | None
     """The share of an epoch's rows that `on_bad="replace"` may replace; 0.001 by default."""
@@ -159,8 +163,8 @@ class JobArguments(TypedDict, total=False):
     ([example](../howto/sequence-length.md)).
     """
     replay_first_slab: bool
-    """Repeat the first batches of each epoch, to measure the trainer alone. Such a run has no
-    state.
+    """If true, repeat the first batches of each epoch, to measure the trainer alone. Such a run has
+    no state.
     """
 
 
@@ -292,29 +296,29 @@ def _unexpected(taker: str, name: str, known: Collection[str]) -> str:
         names, _, use = " ".join(row.split()).partition(": ")
         if name in names.split():
             return f"{said}. {use[0].upper()}{use[1:]} (docs/migrate/names.md)"
-    page = "docs/reference/arguments.md lists them, docs/migrate/names.md those of other loaders"
+    page = "help(DataLoader) lists arguments, docs/migrate/names.md those of other loaders"
     return f"{said}{meant(name, known)} ({page})"
 
 
 OTHER_NAMES = """\
 weights streams proportion probabilities datasets stopping_strategy: pass Mixture({name: Source(url,
     weight=…), …}) as the first argument
-shuffle_seed manual_seed random_seed: use seed=, from which the whole order follows
+shuffle_seed manual_seed random_seed: use seed=, which decides the whole order
 shuffle_algo shuffle_block_size shuffle_buffer shuffle_buffer_size buffer_size shardshuffle
-    shuffle_files reshuffle_each_iteration: use shuffle=True; window= says among how many samples,
-    and lanes= among how many places
+    shuffle_files reshuffle_each_iteration: use shuffle=True; if needed,
+    window= and lanes= change how far samples are mixed
 predownload prefetch prefetch_batches prefetch_size cache_limit max_cache_size keep_zip
-    download_retry download_timeout: leave it out: the node reads ahead as far as its memory
-    (docs/operations.md#memory) allows
+    download_retry download_timeout: leave it out: the node reads ahead while it has
+    memory (docs/operations.md#memory)
 worker_count num_threads num_parallel_calls num_proc worker_buffer_size workers_count
-    reader_pool_type: leave it out: the node chooses, unless its setting worker_count fixes it
+    reader_pool_type: leave it out: the node decides, or its setting worker_count
 batching_method num_canonical_nodes partition_algo sampling_method sampling_granularity epoch_size
     replication in_memory deterministic cycle_length block_length: leave it out: the order is the
     same for any number of ranks, nodes and workers
 nodesplitter workersplitter splitter split_by_node split_by_worker sharding_filter shard_options:
     leave it out: every rank gets its own part of each global batch
-epoch start_epoch initial_epoch current_epoch: each pass is the next epoch; set_epoch(epoch) before
-    the pass, or load_state_dict()
+epoch start_epoch initial_epoch current_epoch: each pass is the next epoch; to choose
+    an epoch, call set_epoch(epoch) or load_state_dict()
 subset partition subset_fraction fraction dataset_fraction: use sample=0.1 for a tenth of the rows,
     split= for disjoint parts
 validation_split val_split test_split train_size test_size: use split=("train", 0.99) in one loader,
@@ -323,21 +327,22 @@ filter filters filter_fn predicate query row_filter: use where=, a condition on 
     where="lang == 'en' and score > 0.5"
 handler on_error on_bad_sample error_policy ignore_errors ignore_corrupt skip_errors skip_corrupt
     ignore_decoding_errors: use on_bad="replace" (docs/formats.md#runs-over-damaged-data), which
-    delivers other rows, up to bad_max= of them
+    delivers other rows, for at most the share bad_max= of all rows
 max_samples num_samples n_samples take max_examples: use limit=, a number of rows
 storage_options client_kwargs s3_client_kwargs s3_client_config filesystem token use_auth_token:
-    leave it out: stores take endpoint and credentials (docs/operations.md#credentials) from the
+    leave it out: endpoint and credentials (docs/operations.md#credentials) come from the
     environment
-rank num_replicas shard_id shard_index device_id process_index: use dp_rank=; without it,
-    Topology.auto() finds it
-world_size num_shards process_count shard_count: use dp_size=; without it, Topology.auto() finds it
+rank num_replicas shard_id shard_index device_id process_index: use dp_rank=; if left
+    out, Topology.auto() finds the rank
+world_size num_shards process_count shard_count: use dp_size=; if left out, Topology.auto()
+    finds the number of ranks
 drop_remainder drop_remainder_batch: use drop_last=True
 epochs num_epochs repeat resampled infinite: each pass over the loader is one epoch: write a loop
     around it
 transform map_fn operations pipelines preprocess decode_fn process_fn tokenizer: use
-    map="package.module:function", which workers call once a block, or transforms= for images
+    map="package.module:function", which workers call on each block, or transforms= for images
 collator data_collator batch_fn collation_fn batch_transform: use collate="package.module:function",
-    which workers call once a batch
+    which workers call on each batch
 remote local data_files input_dir urls url path paths fname data_source data_dir file_pattern: pass
     a url, folder or glob, or a list of them, as the first argument
 streaming cache_dir local_cache download: leave it out: shards are read where they are

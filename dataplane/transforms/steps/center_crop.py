@@ -17,7 +17,7 @@ from dataplane.transforms.steps.resize import SIDES, Resize, sides
 
 
 class CenterCrop(Struct, frozen=True):
-    """The middle of every image; an int is both height and width."""
+    """Crops the middle of every image. An int is both height and width."""
 
     size: Size
 

@@ -16,8 +16,8 @@ from dataplane.transforms.view import COLOURS, PixelView
 
 
 class Normalize(Struct, frozen=True):
-    """(value - mean) / std for values from 0 to 1, with one mean and std each for red, green and
-    blue. The result is float32 unless ToDtype says otherwise.
+    """Computes (value - mean) / std for values from 0 to 1. Red, green and blue each have a mean
+    and a std. The result is float32, unless ToDtype sets another dtype.
     """
 
     mean: Sequence[float]

@@ -15,7 +15,7 @@ from dataplane.transforms.steps.parameters import numbers
 
 
 class RandomHorizontalFlip(Struct, frozen=True):
-    """Mirrors the share `p` of all images."""
+    """Mirrors an image with probability `p`."""
 
     p: float = 0.5
 

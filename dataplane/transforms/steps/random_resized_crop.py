@@ -24,8 +24,8 @@ _TERMS = 12
 
 
 class RandomResizedCrop(Struct, frozen=True):
-    """A random part of every image, resized: its share of the image's area is within `scale`, its
-    width divided by its height within `ratio`.
+    """Crops a random part of every image and resizes it. The part's share of the image's area is
+    within `scale`, and its width divided by its height is within `ratio`.
 
     Source:  torchvision.transforms.RandomResizedCrop.
     """

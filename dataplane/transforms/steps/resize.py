@@ -22,8 +22,8 @@ KEEPS_RATIO: Final = (
 
 
 class Resize(Struct, frozen=True):
-    """Resizes to (height, width). With one int, the shorter side gets this length, and a CenterCrop
-    must follow, since the images of a batch must have one size.
+    """Resizes to (height, width). With an int, the shorter side gets this length; a CenterCrop must
+    follow, since all images of a batch must have the same size.
     """
 
     size: Size

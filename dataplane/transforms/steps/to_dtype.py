@@ -16,7 +16,9 @@ from dataplane.transforms.view import DTYPES, PixelView
 
 
 class ToDtype(Struct, frozen=True):
-    """The dtype, as a name or torch's. uint8 is 0 to 255; float16, bfloat16, float32 are 0 to 1."""
+    """Sets the dtype, given as a name or as torch's dtype. uint8 values are 0 to 255; floats are 0
+    to 1.
+    """
 
     dtype: object
 

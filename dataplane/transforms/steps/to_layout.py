@@ -15,7 +15,9 @@ from dataplane.transforms.view import LAYOUTS, PixelView
 
 
 class ToLayout(Struct, frozen=True):
-    """Tensors of [B, height, width, 3] ("HWC", the default) or [B, 3, height, width] ("CHW")."""
+    """Sets the layout: [B, height, width, 3] ("HWC", the default) or [B, 3, height, width]
+    ("CHW").
+    """
 
     layout: str
 
