@@ -134,7 +134,7 @@ def test_a_command_that_connects_has_the_flags_that_act_there_and_no_others(name
 def test_index_tells_who_counts_without_it(capsys):
     assert run(["index", "--help"]) == 0
     told = " ".join(capsys.readouterr().out.split())
-    assert "the first node that opens such a job counts for all nodes of its launch" in told
+    assert "the first node of a launch counts them for all nodes" in told
 
 
 def test_version_is_one_line(capsys):
