@@ -35,9 +35,9 @@ LOADERS = pytest.mark.parametrize("loader", [DataLoader, ShardedIterableDataset]
         ("column", "did you mean 'columns'"),
         ("fillnull", "did you mean 'fill_null'"),
         ("qqq", "docs/migrate/names.md those of other loaders"),
-        ("shuffle_seed", r"Use seed=, from which the whole order follows \(docs/migrate/names.md"),
+        ("shuffle_seed", r"Use seed=, which decides the whole order \(docs/migrate/names.md"),
         ("handler", r'Use on_bad="replace" \(docs/formats.md#runs-over-damaged-data\), which'),
-        ("prefetch", "Leave it out: the node reads ahead as far as its memory"),
+        ("prefetch", "Leave it out: the node reads ahead while it has memory"),
         ("num_canonical_nodes", "Leave it out: the order is the same for any number of ranks"),
     ],
 )
