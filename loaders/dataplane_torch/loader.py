@@ -203,7 +203,7 @@ class DataLoader(LoaderBase[_T_co]):
 
     @property
     def epoch(self) -> int | None:
-        """The epoch of the running pass, or of the next one if none is running; None over a
+        """The epoch of the running pass or, if no pass is running, of the next pass; None over a
         Dataset.
         """
         return None if self._shards is None else self._shards.epoch

@@ -157,10 +157,10 @@ class JobArguments(TypedDict, total=False):
     bad_max: float | None
     """The share of an epoch's rows that `on_bad="replace"` may replace; 0.001 by default."""
     stages: Sequence[Stage] | None
-    """A schedule of recipes: `[Stage(steps=9000, max_length=4096), Stage(change="unread",
-    max_length=32768)]`. A Stage takes the options that differ from the loader's, also `batch_size`,
-    `shuffle` and first a dataset, and `steps` or `epochs`, except the last
-    ([example](../howto/sequence-length.md)).
+    """The stages of a run, one after the other: `[Stage(steps=9000, max_length=4096),
+    Stage(change="unread", max_length=32768)]`. Each Stage but the last has `steps` or `epochs`. A
+    Stage also takes all options that differ from the loader's, `batch_size`, `shuffle`, and another
+    dataset as first argument ([example](../howto/sequence-length.md)).
     """
     replay_first_slab: bool
     """If true, repeat the first batches of each epoch, to measure the trainer alone. Such a run has
