@@ -154,11 +154,7 @@ _PREFIX = "dataplane."
 @click.command("replay")
 @step_options
 @click.option("--dp-rank", type=COUNT, help="Only the rows of this data-parallel rank.")
-@click.option(
-    "--columns",
-    metavar="NAMES",
-    help="Names of columns, separated by commas. Default: the job's columns.",
-)
+@click.option("--columns", metavar="A,B,…", help="Only these columns. Default: the job's.")
 @click.option("--out", metavar="FILE", help="Write the samples to this Arrow file instead.")
 @traced_options
 @interruptible
@@ -174,10 +170,9 @@ def replay(
 ) -> None:
     """Show the samples of a step, in the order of the global batch.
 
-    The command reads only the blocks with rows of the step. Columns are shown as they are stored.
-    If the job has a map= that --allowed-functions allows, columns are shown as the map returns
-    them. Image steps, padding, collate= and other options have no effect. Name the job as for
-    `dataplane trace`.
+    The command reads only the blocks with rows of the step. It shows stored columns or, if
+    --allowed-functions allows the job's map=, the columns that the map returns. Image steps,
+    padding, collate= and other options have no effect. Name the job as for `dataplane trace`.
 
     With --out, each row also has the columns dataplane.position, .dp_rank, .shard and .row, and in
     a mixture .source. If samples are packs, each row is a part of a document: .first_token, .tokens
