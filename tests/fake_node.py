@@ -28,6 +28,7 @@ from msgspec import structs
 from openings import opening
 
 from dataplane.arena.memfd import Arena
+from dataplane.arena.slab_layout import pieces
 from dataplane.arena.slots import Slots, plan_slots
 from dataplane.client.session import Session
 from dataplane.client.stream import SlabStream
@@ -299,7 +300,17 @@ class FakeNode:
         peer.lent[self._number] = region
         batches = tuple(Batch(step, int(s.rows[0]), int(s.valid[0])) for step, s in steps)
         told, out = encode(Layout(columns)), script.copy_out
-        slab = Slab(asked.stream_id, self._number, region, batches, told, copy_out=out)
+        used = max(
+            at + length
+            for spec, column in zip(SPECS, columns, strict=True)
+            for i, batch in enumerate(batches)
+            for at, length in pieces(spec, column, i, batch.rows)
+        )
+        slab = Slab(
+            *(asked.stream_id, self._number, region, batches, told),
+            copy_out=out,
+            bytes_used=used,
+        )
         self._send(peer, request_id, slab)
         return True
 

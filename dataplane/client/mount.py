@@ -158,9 +158,9 @@ class Mount:
             memory: Bytes = np.frombuffer(self._arena.view(region.offset, region.length), np.uint8)
         except IndexError as error:
             raise PeerLost(f"the node gave a slab outside of its arena: {error}") from error
-        # Populate only slots in use: populating the whole arena would delay the first batch by a
-        # tenth of a second.
-        self._arena.populate_once(region.offset, region.length)
+        # Populate only the bytes in use: workers allocate no others, so that populating the rest of
+        # a slot would allocate and clear it, which would delay the first batch.
+        self._arena.populate_once(region.offset, min(slab.bytes_used, region.length))
         held = _HeldSlab(slab.slab_id, region, forks.born())
         weakref.finalize(memory, self._died, held).atexit = False
         self._slabs[slab.slab_id] = held

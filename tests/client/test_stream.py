@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -131,6 +132,16 @@ def test_all_batches_may_be_held_at_once(fake, session) -> None:
         expected(list(range(4 * i, 4 * i + 4))) for i in range(100)
     ]
     assert 0 < mine.mount().held_bytes <= mine.job.held_bytes_max
+    stream.close()
+
+
+def test_a_trainer_allocates_no_memory_that_a_slab_does_not_use(fake, session) -> None:
+    node = fake(slot_bytes=1 << 20, arena_bytes=6 << 20)
+    stream = SlabStream(session(), 0, 0)
+    node.arena.release(0, node.arena.size_bytes)
+    batches = stream.batches_from(0)
+    assert os.fstat(node.arena.fd).st_blocks * 512 < 128 << 10
+    assert content(batches[0])[0] == expected([0, 1, 2, 3])
     stream.close()
 
 
