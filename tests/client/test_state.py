@@ -317,21 +317,17 @@ def test_a_state_whose_position_was_changed_goes_on_from_its_value():
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"version": "1"}, {"epoch": -1}, {"epoch": 0.5}, {"epoch": 1 << 62}, {"cursor": 2},
-        {"cursor": True}, {"spec_digest": None}, {"in_last_step": True}, {"in_last_step": 1},
-        {"ledger": {"entry": -1, "head": ""}}, {"ledger": {"entry": 1 << 62, "head": ""}},
-        {"order": -1}, {"sample_count": 1 << 64}, {"options": {"seed": 0.5}},
+        {"version": "2"}, {"epoch": -1}, {"epoch": 0.5}, {"epoch": 1 << 62}, {"cursor": 61},
+        {"cursor": True}, {"spec_digest": None}, {"spec_digest": ""}, {"spec_digest": 5},
+        {"epoch": 0, "in_last_step": True}, {"in_last_step": 1}, {"ledger": {"entry": -1, "head": ""}},
+        {"ledger": {"entry": 1 << 62, "head": ""}}, {"order": -1}, {"sample_count": 1 << 64},
+        {"options": {"seed": 0.5}},
     ],
+    ids=str,
 )  # fmt: skip
 def test_values_that_no_state_has_are_refused(wrong):
-    state = {
-        "version": 2,
-        "order": 2,
-        "spec_digest": "d",
-        "epoch": 0,
-        "cursor": 0,
-        "sample_count": 1,
-    }
+    state = RunState.of(job(), 1, 8).to_dict()
+    assert RunState.from_dict(state).to_dict() == state
     with pytest.raises(ConfigError):
         RunState.from_dict(state | wrong)
 
