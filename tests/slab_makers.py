@@ -83,7 +83,7 @@ class Reader(Node):
     def __init__(self, count: int = 1, tls: PeerTls | None = None) -> None:
         super().__init__(count, 60.0, 30.0, tls=tls)
         self.slots = Arena.create("slots", SLOTS * SLOT_BYTES)
-        self.reads: list[fetches.SlabRead] = []
+        self.reads: list[fetches.ReadEnded] = []
         self.numbers: list[int] = []
         """Of all orders."""
 
@@ -102,17 +102,17 @@ class Reader(Node):
         maker: fetches.SlabMaker,
         slot: int = 0,
         length: int = SLOT_BYTES,
-    ) -> fetches.SlabRead:
+    ) -> fetches.ReadEnded:
         """The slab, also if the machine is too busy for a handshake in time."""
         while True:
             end = await self.end_of_slab(self.order(maker, slot, length))
             if end.error is None or "did not answer in time" not in str(end.error):
                 return end
 
-    async def end_of_slab(self, order: fetches.ReadSlab) -> fetches.SlabRead:
-        end: asyncio.Future[fetches.SlabRead] = asyncio.Future()
+    async def end_of_slab(self, order: fetches.ReadSlab) -> fetches.ReadEnded:
+        end: asyncio.Future[fetches.ReadEnded] = asyncio.Future()
 
-        def report(read: fetches.SlabRead) -> None:
+        def report(read: fetches.ReadEnded) -> None:
             self.reads.append(read)
             end.set_result(read)
 

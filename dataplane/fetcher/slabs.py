@@ -1,7 +1,7 @@
 """Read slabs from the nodes that make them into the delivery arenas of a fetcher's node.
 
 Invariants:
-1. Each order ends with one SlabRead, whatever happens; nothing writes into the order's memory after
+1. Each order ends with one ReadEnded, whatever happens; nothing writes into its memory after
    that.
 2. Slabs are read in threads of their own: slow makers do not delay the reads of blocks.
 3. If nobody needs the slab any more, or another node will make it, the request ends at once.
@@ -9,11 +9,10 @@ Invariants:
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from msgspec import Struct, field
@@ -22,11 +21,11 @@ from msgspec.structs import replace
 from dataplane.arena.memfd import BorrowedArenas
 from dataplane.base.trace import Trace
 from dataplane.model.errors import ClosedError, DataplaneError, NeighbourGone
-from dataplane.neighbours.asking import Lines, Place
+from dataplane.neighbours.asking import Lines
 from dataplane.neighbours.line_tls import LineTls
 from dataplane.neighbours.wire import Answer, Outcome
 from dataplane.rpc import fetches
-from dataplane.rpc.fetches import SLABS_MAX, ReadSlab, SlabRead
+from dataplane.rpc.fetches import SLABS_MAX, ReadEnded, ReadSlab
 from dataplane.store.reads import Race
 
 _trace = Trace("fetcher")
@@ -38,19 +37,19 @@ class _Making(Struct, eq=False):
     order: ReadSlab
     began: float
     request: Race = field(default_factory=Race)
-    why_dropped: DataplaneError | None = None
-    """Why nobody waits for the slab any more; None if somebody does."""
-
-    def drop(self, why: DataplaneError) -> None:
-        """End the request."""
-        self.why_dropped = why
-        self.request.cut_off()
+    is_dropped: bool = False
+    """Whether nobody waits for the slab any more."""
 
     def hold(self, sock: socket.socket) -> None:
-        """Note the socket of the request.   Raises:  `why_dropped`."""
+        """Note the socket of the request.   Raises:  NeighbourGone: nobody waits for it."""
         self.request.hold(sock)
-        if self.why_dropped is not None:
-            raise self.why_dropped
+        if self.is_dropped:
+            raise self.silence()
+
+    def silence(self) -> NeighbourGone:
+        """Return the error of a slab that comes too late."""
+        peer, silent_s = self.order.maker.node_id, time.monotonic() - self.began
+        return NeighbourGone(f"the node {peer} has sent no slab for {silent_s:.1f} s", peer=peer)
 
 
 class MadeSlabs:
@@ -79,24 +78,16 @@ class MadeSlabs:
             _trace.failed("no delivery arena", arena=arena_id, why=str(error))
 
     def detach(self, arena_id: int) -> None:
-        """Close an arena. Slabs that are under way into it end soon, with ClosedError if they still
-        wait.
-        """
+        """Close an arena."""
         self._arenas.detach(arena_id)
-        with self._lock:
-            dropped = [e for e in self._making.values() if e.order.arena_id == arena_id]
-        for making in dropped:
-            making.drop(_closed(making.order))
 
     def give_up(self, number: int) -> None:
         """End the read of a slab that another node will make, unless the whole slab is here."""
         with self._lock:
             making = self._making.get(number)
         if making is not None:
-            peer = making.order.maker.node_id
-            silent_s = time.monotonic() - making.began
-            why = f"the node {peer} has sent no slab for {silent_s:.1f} s"
-            making.drop(NeighbourGone(why, peer=peer))
+            making.is_dropped = True
+            making.request.cut_off()
 
     def begin(self, order: ReadSlab) -> None:
         """Have this slab made, and read it."""
@@ -118,12 +109,12 @@ class MadeSlabs:
         try:
             answer = self._answer(making)
         except DataplaneError as error:
-            end = SlabRead(number, error)
+            end = ReadEnded(number, error)
         except BaseException as error:  # noqa: BLE001 - the node waits
             why = f"no slab of the node {maker.node_id}: {type(error).__name__}: {error}"
-            end = SlabRead(number, NeighbourGone(why, peer=maker.node_id))
+            end = ReadEnded(number, NeighbourGone(why, peer=maker.node_id))
         else:
-            end = SlabRead(number, None, answer.note, answer.length)
+            end = ReadEnded(number, neighbour_bytes=answer.length, note=answer.note)
         with self._lock:
             del self._making[number]
         took_s = time.monotonic() - making.began
@@ -132,41 +123,25 @@ class MadeSlabs:
     def _answer(self, making: _Making) -> Answer:
         """Request the slab.   Raises:  NeighbourGone, ClosedError."""
         order = making.order
+        borrowed = self._arenas.use(order.arena_id)
+        if borrowed is None:
+            raise ClosedError(f"the delivery arena {order.arena_id} was closed")
+
+        def place(length: int) -> memoryview:
+            borrowed.arena.prepare(order.into.offset, length)
+            return borrowed.arena.view(order.into.offset, length)
+
         try:
-            with self._memory(order) as place:
-                answer = self._lines.read_slab(order, place, making.hold)
+            answer = self._lines.read_slab(order, place, making.hold)
         except NeighbourGone:
-            if making.why_dropped is not None:
-                raise making.why_dropped from None
+            if making.is_dropped:
+                raise making.silence() from None
             raise
         finally:
             making.request.release()
+            self._arenas.done(borrowed)
         if answer.outcome is not Outcome.GIVEN:
             peer = order.maker.node_id
             why = f"the node {peer} at {order.maker.address} refused to make a slab"
             raise NeighbourGone(why, peer=peer)
         return answer
-
-    @contextlib.contextmanager
-    def _memory(self, order: ReadSlab) -> Iterator[Place]:
-        """Yield a function that returns the memory for a slab of this order. The arena stays in use
-        until the context ends.
-        """
-        borrowed, into = self._arenas.use(order.arena_id), order.into
-
-        def place(length: int) -> memoryview:
-            if borrowed is None:
-                raise _closed(order)
-            view = borrowed.arena.view(into.offset, min(length, into.length))
-            borrowed.arena.prepare(into.offset, len(view))
-            return view
-
-        try:
-            yield place
-        finally:
-            if borrowed is not None:
-                self._arenas.done(borrowed)
-
-
-def _closed(order: ReadSlab) -> ClosedError:
-    return ClosedError(f"the delivery arena {order.arena_id} was closed")

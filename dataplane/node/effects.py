@@ -420,7 +420,7 @@ class Delegating:
             self._tell(events.MakersKnown(known.delivery.delivery_id, tuple(makers)))
 
     def _read(
-        self, effect: events.MakeElsewhere, known: _Delegated, read: fetches.SlabRead
+        self, effect: events.MakeElsewhere, known: _Delegated, read: fetches.ReadEnded
     ) -> None:
         del self._orders[effect.number]
         made = _result(effect, known.delivery.column_count, read)
@@ -430,14 +430,14 @@ class Delegating:
 
 
 def _result(
-    effect: events.MakeElsewhere, column_count: int, read: fetches.SlabRead
+    effect: events.MakeElsewhere, column_count: int, read: fetches.ReadEnded
 ) -> tasks.Assembled | DataplaneError:
     if read.error is not None:
         return read.error
     try:
         body = decode(FromNode, read.note).body
         if isinstance(body, Slab):
-            return _assembled(effect, column_count, read.length, body)
+            return _assembled(effect, column_count, read.neighbour_bytes, body)
     except ConfigError as error:
         return NeighbourGone(f"the node {effect.maker} sent what is no slab: {error}")
     if isinstance(body, Working):

@@ -4,14 +4,15 @@ arenas.
 Invariants:
 1. Each read is reported exactly once, and its memory is not reused before the report: a fetcher
    that closed its connection may still write until the kernel reports its end.
-2. The reads of a fetcher that has ended are given to the others, in their old order. A read fails
-   when the third fetcher ends during it. All waiting reads fail when three fetchers have ended and
-   no read was completed meanwhile.
+2. The reads of a fetcher that has ended are given to the others, in their old order; its slabs
+   fail, since they may be made elsewhere. A read fails when the third fetcher ends during it. All
+   waiting reads and slabs fail when three fetchers have ended and no read was completed meanwhile.
 3. A pause that a store has requested from one process is observed by all: by the other fetchers, by
    fetchers started during the pause, and by all others that have joined the same `Pauses`.
 4. Nothing on the event loop waits for a fetcher.
-5. Fetchers wait for slabs beside their reads (see the section on slabs): a slab does not count as
-   one of the reads that a fetcher may have.
+5. A slab does not count as one of the reads that a fetcher may have: a slab that takes a maker ten
+   seconds says nothing about how fast blocks are read. A fetcher has the slab's arena attached
+   before it gets the order, and gets a message when the arena is no longer needed.
 6. A fetcher that has work but reads no messages, because it is stopped or stuck, is ended like a
    fetcher that has closed its connection: 2 applies.
 """
@@ -24,7 +25,7 @@ import itertools
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from msgspec import Struct, field
@@ -33,7 +34,7 @@ from msgspec.structs import replace
 from dataplane.arena.memfd import Arena
 from dataplane.base.meters import StoreMeters
 from dataplane.base.trace import Trace
-from dataplane.model.errors import ClosedError, DataplaneError, NeighbourGone, PeerLost, StoreError
+from dataplane.model.errors import DataplaneError, NeighbourGone, PeerLost, StoreError
 from dataplane.model.records import StorePause
 from dataplane.node.stored import CacheFolder
 from dataplane.rpc import fetches, local
@@ -45,140 +46,8 @@ from dataplane.worker.death import Cause, ProcessEnd, end_of, nobody_alive
 from dataplane.worker.forking import fork_server
 from dataplane.worker.process import HUNG_S, WorkerProcess, kill_all
 
-# -- slabs ----------------------------------------------------------------------------------------
-#
-# The slabs for which the fetchers of a node wait.
-#
-# Slabs are accounted for separately: a slab that takes a maker ten seconds says nothing about how
-# fast blocks are read, and does not count as a read. Only the processor time that a slab takes in a
-# fetcher counts as usual.
-#
-# Invariants:
-# 1. Each order is reported exactly once, and its memory is not written after that. The orders of a
-#    fetcher that ends are reported once the kernel has reported its end.
-# 2. A fetcher has an arena attached before it gets an order to read into it, and gets a message
-#    when the arena is no longer needed.
-
-ReportSlab = Callable[[fetches.SlabRead], None]
-
-
-class SlabOrder(Struct, eq=False):
-    """One order, the descriptor of its arena, and the function that reports its end."""
-
-    order: fetches.ReadSlab
-    arena_fd: int
-    report: ReportSlab
-
-    def end(self, error: DataplaneError) -> None:
-        """Report that the order has failed."""
-        self.report(fetches.SlabRead(self.order.number, error))
-
-
-class FetcherSlabs(Struct, eq=False):
-    """The slabs that one fetcher waits for, by number; the arenas that it has, and those that it
-    must still detach.
-    """
-
-    orders: dict[int, SlabOrder] = field(default_factory=dict)
-    attached: set[int] = field(default_factory=set)
-    unneeded: set[int] = field(default_factory=set)
-
-
-_Send = Callable[["_Fetcher", fetches.ToFetcherBody, tuple[int, ...]], bool]
-
-
-class SlabOrders:
-    """The orders of all fetchers, and the orders that wait for a fetcher. `send` sends a message
-    with descriptors to a fetcher, and returns False if the fetcher is gone or its socket is full.
-    """
-
-    def __init__(
-        self, send: Callable[[_Fetcher, fetches.ToFetcherBody, tuple[int, ...]], bool]
-    ) -> None:
-        self._send = send
-        self._waiting: deque[SlabOrder] = deque()
-
-    @property
-    def waiting(self) -> int:
-        """How many orders no fetcher has taken yet."""
-        return len(self._waiting)
-
-    def add(self, order: fetches.ReadSlab, arena_fd: int, report: ReportSlab) -> None:
-        """Add an order that waits for a fetcher."""
-        self._waiting.append(SlabOrder(order, arena_fd, report))
-
-    def dispatch(self, fetchers: Sequence[_Fetcher]) -> None:
-        """Send fetchers their pending messages."""
-        for fetcher in [fetcher for fetcher in fetchers if fetcher.slabs.unneeded]:
-            while fetcher.slabs.unneeded and fetcher.can_hear:
-                arena_id = next(iter(fetcher.slabs.unneeded))
-                if self._send(fetcher, fetches.DetachDelivery(arena_id), ()):
-                    fetcher.slabs.unneeded.discard(arena_id)
-        while self._waiting:
-            able = [e for e in fetchers if e.can_hear and len(e.slabs.orders) < SLABS_MAX]
-            if not able:
-                return
-            fetcher = min(able, key=lambda other: len(other.slabs.orders))
-            if self._give(fetcher, self._waiting[0]):
-                self._waiting.popleft()
-
-    def end(self, number: int, fetchers: Sequence[_Fetcher]) -> None:
-        """End an order soon, since another node makes the slab. Nothing happens if the order waits
-        for a fetcher, or its fetcher has no room for a message.
-        """
-        for fetcher in fetchers:
-            if number in fetcher.slabs.orders and fetcher.can_hear:
-                self._send(fetcher, fetches.EndSlab(number), ())
-
-    def heard(self, fetcher: _Fetcher, end: fetches.SlabRead) -> None:
-        """Handle the end of an order, reported by a fetcher."""
-        slab = fetcher.slabs.orders.pop(end.number, None)
-        if slab is not None:
-            slab.report(end)
-
-    def ended(self, fetcher: _Fetcher) -> list[SlabOrder]:
-        """Take back the orders of a fetcher that is gone, and writes no more."""
-        orders = [*fetcher.slabs.orders.values()]
-        fetcher.slabs.orders.clear()
-        return orders
-
-    def given_up(self) -> list[SlabOrder]:
-        """Take back the waiting orders, since no fetcher works."""
-        orders = [*self._waiting]
-        self._waiting.clear()
-        return orders
-
-    def detach(self, arena_id: int, fetchers: Sequence[_Fetcher]) -> None:
-        """Stop reading slabs into this arena. Its orders end soon, most of them with ClosedError;
-        only then is their memory no longer written.
-        """
-        dropped = [slab for slab in self._waiting if slab.order.arena_id == arena_id]
-        for slab in dropped:
-            self._waiting.remove(slab)
-            closed = ClosedError(f"the delivery arena {arena_id} was closed")
-            asyncio.get_running_loop().call_soon(slab.end, closed)
-        for fetcher in fetchers:
-            if arena_id in fetcher.slabs.attached:
-                fetcher.slabs.attached.discard(arena_id)
-                fetcher.slabs.unneeded.add(arena_id)
-        self.dispatch(fetchers)
-
-    def _give(self, fetcher: _Fetcher, slab: SlabOrder) -> bool:
-        arena_id, slabs = slab.order.arena_id, fetcher.slabs
-        if arena_id not in slabs.attached:
-            attach = fetches.AttachDelivery(arena_id)
-            if not self._send(fetcher, attach, (slab.arena_fd,)):
-                return False
-            slabs.attached.add(arena_id)
-        if not self._send(fetcher, slab.order, ()):
-            return False
-        slabs.orders[slab.order.number] = slab
-        return True
-
-
-# -- processes -------------------------------------------------------------------------------------
-
 Report = Callable[[fetches.Outcome], None]
+ReportEnd = Callable[[fetches.ReadEnded], None]
 OnKept = Callable[[fetches.KeptFound], None]
 
 _DEATHS_MAX = 3
@@ -190,26 +59,32 @@ _PROBE = fetches.EndSlab(0)
 
 
 class _Read(Struct, eq=False):
-    """One order, and the functions that report its end and the blocks that a disk scan finds."""
+    """One order, the functions that report its end and the blocks that a disk scan finds, and the
+    descriptor of a slab's arena.
+    """
 
-    order: fetches.ReadBody
-    report: Report
+    order: fetches.ReadBody | fetches.ReadSlab
+    report: ReportEnd
     on_kept: OnKept | None = None
+    arena_fd: int = -1
     deaths: int = 0
 
-    @property
-    def length(self) -> int:
-        return self.order.length
+    def fail(self, error: DataplaneError) -> None:
+        self.report(fetches.ReadEnded(self.order.number, error))
 
 
 class _Fetcher(Struct, eq=False):
-    """A process, its reads by number, and its last reports."""
+    """A process, its reads and slabs by number, the delivery arenas that it has and those of them
+    that it must still detach, and its last reports.
+    """
 
     process: WorkerProcess
     number: int
     reads: dict[int, _Read] = field(default_factory=dict)
     reading_bytes: int = 0
-    slabs: FetcherSlabs = field(default_factory=FetcherSlabs)
+    slabs: dict[int, _Read] = field(default_factory=dict)
+    attached: set[int] = field(default_factory=set)
+    unneeded: set[int] = field(default_factory=set)
     trouble: dict[str, StoreError] = field(default_factory=dict)
     cpu_s: float = 0.0
     was_of_use: bool = False
@@ -226,10 +101,6 @@ class _Fetcher(Struct, eq=False):
     @property
     def can_hear(self) -> bool:
         return self.has_room and not self.is_ending
-
-    @property
-    def can_read(self) -> bool:
-        return self.can_hear and len(self.reads) < READS_MAX
 
 
 class Fetchers:
@@ -258,7 +129,7 @@ class Fetchers:
         self._fetchers: list[_Fetcher] = []
         self._ending: set[_Fetcher] = set()
         self._waiting: deque[_Read] = deque()
-        self._slabs = SlabOrders(self._send)
+        self._waiting_slabs: deque[_Read] = deque()
         self._numbers = itertools.count(1)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
@@ -295,32 +166,40 @@ class Fetchers:
         order's memory is no longer written; before that, `on_kept` gets the blocks that a scan of
         the disk finds.
         """
-        self._waiting.append(_Read(replace(order, number=next(self._numbers)), report, on_kept))
+
+        def ended(end: fetches.ReadEnded) -> None:
+            report(end.error or _end_of(end))
+
+        self._waiting.append(_Read(replace(order, number=next(self._numbers)), ended, on_kept))
         self.start()
         self._dispatch()
 
-    def read_slab(self, order: fetches.ReadSlab, arena_fd: int, report: ReportSlab) -> int:
+    def read_slab(self, order: fetches.ReadSlab, arena_fd: int, report: ReportEnd) -> int:
         """Have a maker make a slab, and read it into this arena; the order gets its number here.
         `report` is called later, when the order's memory is no longer written. The descriptor stays
         the caller's, who keeps it open until `detach_arena`.
         """
         order = replace(order, number=next(self._numbers))
-        self._slabs.add(order, arena_fd, report)
+        self._waiting_slabs.append(_Read(order, report, arena_fd=arena_fd))
         self.start()
         self._dispatch()
         return order.number
 
     def end_slab(self, number: int) -> None:
         """End this order soon: it is reported with an error, unless the slab has arrived. Does
-        nothing while the order's fetcher cannot receive messages.
+        nothing while the order waits for a fetcher, or its fetcher cannot receive messages.
         """
-        self._slabs.end(number, self._fetchers)
+        for fetcher in self._fetchers[:]:
+            if number in fetcher.slabs and fetcher.can_hear:
+                self._send(fetcher, fetches.EndSlab(number))
 
     def detach_arena(self, arena_id: int) -> None:
-        """Stop reading slabs into this arena. Orders in progress end soon, most of them with
-        ClosedError; only then is their memory no longer written.
-        """
-        self._slabs.detach(arena_id, self._fetchers)
+        """Have fetchers unmap this arena, into which no slab is read."""
+        for fetcher in self._fetchers:
+            if arena_id in fetcher.attached:
+                fetcher.attached.discard(arena_id)
+                fetcher.unneeded.add(arena_id)
+        self._dispatch()
 
     def trouble(self, url: str) -> StoreError | None:
         """Return why reads of this shard are delayed, according to a fetcher."""
@@ -333,9 +212,9 @@ class Fetchers:
         now = time.monotonic()
         spent_s = self._spent_s + sum(fetcher.cpu_s for fetcher in self._fetchers)
         (then, before_s), self._looked = self._looked, (now, spent_s)
-        reading = sum(len(fetcher.reads) + len(fetcher.slabs.orders) for fetcher in self._fetchers)
+        reading = sum(len(fetcher.reads) + len(fetcher.slabs) for fetcher in self._fetchers)
         processors = (spent_s - before_s) / max(now - then, 1e-6)
-        waiting = len(self._waiting) + self._slabs.waiting
+        waiting = len(self._waiting) + len(self._waiting_slabs)
         self._count = self._count.after(FetchLook(processors, reading, waiting))
         if self._loop is not None and self._fetchers:
             self._end_hung(now)
@@ -382,20 +261,41 @@ class Fetchers:
         self._trace.started("fetcher started", fetcher_count=len(self._fetchers))
 
     def _dispatch(self) -> None:
-        self._dispatch_reads()
-        self._slabs.dispatch(self._fetchers)
-
-    def _dispatch_reads(self) -> None:
+        """Send fetchers the orders and messages that wait."""
         while self._waiting:
-            able = [fetcher for fetcher in self._fetchers if fetcher.can_read]
+            able = [e for e in self._fetchers if e.can_hear and len(e.reads) < READS_MAX]
             if not able:
-                return
+                break
             fetcher = min(able, key=lambda other: (other.reading_bytes, len(other.reads)))
-            read = self._waiting[0]
-            if self._send(fetcher, read.order):
-                self._waiting.popleft()
-                fetcher.reads[read.order.number] = read
-                fetcher.reading_bytes += read.length
+            order = self._waiting[0].order
+            if self._send(fetcher, order):
+                fetcher.reads[order.number] = self._waiting.popleft()
+                fetcher.reading_bytes += order.length
+        for fetcher in self._fetchers[:]:
+            while fetcher.unneeded and fetcher.can_hear:
+                arena_id = next(iter(fetcher.unneeded))
+                if self._send(fetcher, fetches.DetachDelivery(arena_id)):
+                    fetcher.unneeded.discard(arena_id)
+        while self._waiting_slabs:
+            able = [e for e in self._fetchers if e.can_hear and len(e.slabs) < SLABS_MAX]
+            if not able:
+                break
+            fetcher = min(able, key=lambda other: len(other.slabs))
+            if self._give_slab(fetcher, self._waiting_slabs[0]):
+                self._waiting_slabs.popleft()
+
+    def _give_slab(self, fetcher: _Fetcher, slab: _Read) -> bool:
+        order = slab.order
+        assert isinstance(order, fetches.ReadSlab)
+        if order.arena_id not in fetcher.attached:
+            attach = fetches.AttachDelivery(order.arena_id)
+            if not self._send(fetcher, attach, (slab.arena_fd,)):
+                return False
+            fetcher.attached.add(order.arena_id)
+        if not self._send(fetcher, order):
+            return False
+        fetcher.slabs[order.number] = slab
+        return True
 
     def _send(
         self, fetcher: _Fetcher, body: fetches.ToFetcherBody, descriptors: tuple[int, ...] = ()
@@ -435,13 +335,11 @@ class Fetchers:
             fetcher.was_of_use, self._useless = True, 0
             read = fetcher.reads.pop(body.number, None)
             if read is not None:
-                fetcher.reading_bytes -= read.length
+                fetcher.reading_bytes -= read.order.length
                 self._count_read(read, body)
-                read.report(body.error or _end_of(body))
-        elif isinstance(body, fetches.SlabRead):
-            fetcher.cpu_s = max(fetcher.cpu_s, body.cpu_s)
-            fetcher.was_of_use, self._useless = True, 0
-            self._slabs.heard(fetcher, body)
+            read = read or fetcher.slabs.pop(body.number, None)
+            if read is not None:
+                read.report(body)
         elif isinstance(body, fetches.KeptFound):
             fetcher.scanned(body)
         elif isinstance(body, StorePause):
@@ -479,7 +377,7 @@ class Fetchers:
 
     def _end_hung(self, now: float) -> None:
         for fetcher in self._fetchers[:]:
-            is_busy = fetcher.reads or fetcher.slabs.orders or self._waiting
+            is_busy = fetcher.reads or fetcher.slabs or self._waiting
             if is_busy and fetcher.process.is_hung(now, partial(self._send, fetcher, _PROBE)):
                 why = "it reads no messages: it is stopped, or stuck in a system call"
                 self._trace.failed("fetcher hung", pid=fetcher.process.pid, why=why)
@@ -489,7 +387,7 @@ class Fetchers:
         for fetcher in self._fetchers[::-1]:
             if len(self._fetchers) <= self._count.count:
                 return
-            if not fetcher.reads and not fetcher.slabs.orders:
+            if not fetcher.reads and not fetcher.slabs:
                 fetcher.is_surplus = True
                 self._end(fetcher)
 
@@ -521,23 +419,24 @@ class Fetchers:
             self._trace.failed("fetcher ended", pid=fetcher.process.pid, status=status, said=words)
         for read in reads:
             read.deaths += 1
-        slabs = self._slabs.ended(fetcher)
+        slabs = [*fetcher.slabs.values()]
         self._waiting.extendleft(reads[::-1])
         failed = [read for read in self._waiting if read.deaths >= _DEATHS_MAX]
         if self._useless >= _DEATHS_MAX:
             failed, self._useless = [*self._waiting], 0
-            slabs.extend(self._slabs.given_up())
+            slabs += self._waiting_slabs
+            self._waiting_slabs.clear()
         for read in failed:
             self._waiting.remove(read)
         for read in failed:
-            read.report(_blamed(read, end, status, words))
+            read.fail(_blamed(read, end, status, words))
         for slab in slabs:
             # Name no peer: the maker is not at fault.
-            slab.end(NeighbourGone("the process that waited for a slab has ended", peer=""))
+            slab.fail(NeighbourGone("the process that waited for a slab has ended", peer=""))
         self._refill()
 
     def _refill(self) -> None:
-        if self._waiting or self._slabs.waiting:
+        if self._waiting or self._waiting_slabs:
             self.start()
             self._dispatch()
 

@@ -151,7 +151,7 @@ class ReadEnded(Message, frozen=True):
     """An order has ended: its memory is no longer read or written. If `ends` is empty and there is
     no error, all bytes were read or written. If `ends` is not empty, it has the neighbour's answer
     for each target (see `ends` in neighbours/wire.py), and only the targets that the neighbour gave
-    were read.
+    were read. A maker has sent `neighbour_bytes` of a slab, and a note.
     """
 
     number: Unsigned
@@ -163,6 +163,7 @@ class ReadEnded(Message, frozen=True):
     disk_bytes: Unsigned = 0  # read from the disk
     store_bytes: Unsigned = 0  # read from the store, without `hedged_bytes`
     ends: tuple[Unsigned, ...] = ()
+    note: bytes = b""  # of a slab: an encoded FromNode
 
 
 class HeldDecoded(Message, frozen=True):
@@ -257,24 +258,16 @@ class ReadSlab(Message, frozen=True):
     arena_id: Unsigned  # an arena of AttachDelivery
     into: Region  # the room for the slab
 
+    @property
+    def length(self) -> int:
+        """The bytes of the room for the slab."""
+        return self.into.length
+
 
 class EndSlab(Message, frozen=True):
     """End a ReadSlab whose maker does not answer: the slab will be made elsewhere."""
 
     number: Unsigned
-
-
-class SlabRead(Message, frozen=True):
-    """The end of a ReadSlab: its memory is no longer written. The maker has sent a slab of `length`
-    bytes, and a note.
-    """
-
-    number: Unsigned
-    error: DataplaneError | None = None  # NeighbourGone: the maker has not sent the slab
-    note: bytes = b""  # an encoded FromNode
-    length: Unsigned = 0  # of the slab
-    took_s: float = 0.0
-    cpu_s: float = 0.0  # processor time of the fetcher since its start
 
 
 class AttachDelivery(Message, frozen=True):
@@ -284,7 +277,7 @@ class AttachDelivery(Message, frozen=True):
 
 
 class DetachDelivery(Message, frozen=True):
-    """Detach a delivery arena: no more slabs will be read into it."""
+    """Detach a delivery arena: no slab is read into it any more."""
 
     arena_id: Unsigned
 
@@ -296,7 +289,7 @@ ToFetcherBody = (
     | ReadParts
 )  # fmt: skip
 FromFetcherBody = (
-    ReadEnded | StorePause | StoreSeen | StoreCounted | ShardTrouble | SlabRead | KeptFound
+    ReadEnded | StorePause | StoreSeen | StoreCounted | ShardTrouble | KeptFound
     | PartsRead
 )  # fmt: skip
 

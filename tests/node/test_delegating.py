@@ -33,12 +33,12 @@ class Reads:
     """Remembers what is asked for."""
 
     def __init__(self) -> None:
-        self.orders: list[tuple[fetches.ReadSlab, Callable[[fetches.SlabRead], None]]] = []
+        self.orders: list[tuple[fetches.ReadSlab, Callable[[fetches.ReadEnded], None]]] = []
         self.detached: list[int] = []
         self.given_up: list[int] = []
 
     def read_slab(
-        self, order: fetches.ReadSlab, _fd: int, report: Callable[[fetches.SlabRead], None]
+        self, order: fetches.ReadSlab, _fd: int, report: Callable[[fetches.ReadEnded], None]
     ) -> int:
         self.orders.append((order, report))
         return 40 + len(self.orders)
@@ -90,7 +90,7 @@ class Delegated:
     def answer(self, note: bytes, length: int = 100, **more: Any) -> tasks.ResultBody:
         self.make()
         _, report = self.reads.orders.pop()
-        report(fetches.SlabRead(1, note=note, length=length, **more))
+        report(fetches.ReadEnded(1, note=note, neighbour_bytes=length, **more))
         told = self.told.pop()
         assert isinstance(told, events.SlabAssembled)
         assert told.number == 7
@@ -202,6 +202,6 @@ def test_a_slab_is_given_up_by_the_number_of_its_order_until_that_has_ended(
     delegated.delegating.give_up(GiveUpSlab(7))
     assert delegated.reads.given_up == [41]
     _, report = delegated.reads.orders.pop()
-    report(fetches.SlabRead(41, NeighbourGone("silent", peer="maker")))
+    report(fetches.ReadEnded(41, NeighbourGone("silent", peer="maker")))
     delegated.delegating.give_up(GiveUpSlab(7))
     assert delegated.reads.given_up == [41]

@@ -73,7 +73,7 @@ def test_a_maker_that_breaks_the_rules_writes_nothing_beyond_the_room(
             assert type(end.error) is NeighbourGone
             assert end.error.peer == "false"
             assert why in str(end.error)
-            assert (end.length, end.note) == (0, b"")
+            assert (end.neighbour_bytes, end.note) == (0, b"")
             before, behind = SLOT_BYTES, SLOT_BYTES + SLOT_BYTES // 2 - 100
             assert at.slots.view(0, before) == b"-" * before
             rest = SLOTS * SLOT_BYTES - behind

@@ -65,7 +65,7 @@ class History:
                 continue
             number, length = map(int, end.note.split())
             before = self.at.slot_bytes(slot)
-            assert end.length == length
+            assert end.neighbour_bytes == length
             assert before[:length] == bytes(self.nodes[number].made.view(0, length))
             self.right += 1
             await asyncio.sleep(self.chance.uniform(0, 0.3))

@@ -23,7 +23,7 @@ from slab_makers import (
     reader,
 )
 
-from dataplane.model.errors import ClosedError, NeighbourGone
+from dataplane.model.errors import NeighbourGone
 from dataplane.model.records import BlockForm, Region
 from dataplane.neighbours import wire
 from dataplane.rpc.fetches import SLABS_MAX
@@ -39,7 +39,7 @@ def test_slabs_arrive_byte_for_byte_with_their_notes() -> None:
     async def play() -> None:
         async with reader() as at, makers() as (maker,):
             end = await at.slab(maker.maker())
-            assert (end.error, end.length, end.note) == (None, SLOT_BYTES, maker.note)
+            assert (end.error, end.neighbour_bytes, end.note) == (None, SLOT_BYTES, maker.note)
             assert end.took_s > 0
             assert at.slot_bytes() == bytes(maker.made.buffer)
             (asked,) = maker.asked
@@ -65,7 +65,7 @@ def test_a_slab_may_be_shorter_than_its_room_or_only_a_note(length: int, note: i
         async with reader() as at, makers() as (maker,):
             maker.length, maker.note = length, bytes(range(256)) * (note // 256) + bytes(note % 256)
             end = await at.slab(maker.maker())
-            assert (end.error, end.length, end.note) == (None, length, maker.note)
+            assert (end.error, end.neighbour_bytes, end.note) == (None, length, maker.note)
             assert at.slot_bytes(0, length) == bytes(maker.made.view(0, length))
             assert at.slot_bytes(0, SLOT_BYTES).count(0) >= SLOT_BYTES - length
             await maker.until(lambda: maker.given)
@@ -138,7 +138,7 @@ def test_a_refusal_is_told_with_the_makers_name() -> None:
                 end = await at.slab(maker.maker())
                 assert type(end.error) is NeighbourGone
                 assert end.error.peer == "node-1"
-                assert (end.length, end.note) == (0, b"")
+                assert (end.neighbour_bytes, end.note) == (0, b"")
             assert [asked.request.slab for asked in maker.asked] == [REQUEST, REQUEST, OPENING]
             maker.answer = maker.give_slab
             assert (await at.slab(maker.maker())).error is None
@@ -184,47 +184,6 @@ def test_a_fetcher_gives_an_arena_up_once_nothing_is_read_into_it() -> None:
             at.fetchers.detach_arena(READ)
             await at.until(lambda: not _maps(pid, "slots"))
             assert (await at.slab(maker.maker())).error is None
-
-    asyncio.run(play())
-
-
-def test_slabs_that_are_waited_for_end_when_their_arena_is_closed() -> None:
-    async def play() -> None:
-        async with reader() as at, makers() as (maker,):
-            assert (await at.slab(maker.maker())).error is None
-            at.fetchers.detach_arena(READ)
-            maker.answer = lambda _: None
-            asked = len(maker.asked)
-            order = replace(at.order(maker.maker()), arena_id=READ + 1)
-            ends = [asyncio.ensure_future(at.end_of_slab(order)) for _ in range(SLABS_MAX)]
-            await maker.until(lambda: len(maker.asked) == asked + SLABS_MAX)
-            waits = asyncio.ensure_future(at.slab(maker.maker()))  # for a place
-            at.fetchers.detach_arena(READ + 1)
-            for end in await asyncio.gather(*ends):
-                assert type(end.error) is ClosedError
-            await maker.until(lambda: len(maker.asked) == asked + SLABS_MAX + 1)
-            at.fetchers.detach_arena(READ)
-            assert type((await waits).error) is ClosedError
-            for each in maker.asked[asked:]:
-                maker.give_slab(each)
-            await maker.until(lambda: len(maker.given) == len(maker.asked))
-
-    asyncio.run(play())
-
-
-def test_slabs_that_wait_for_a_fetcher_end_when_their_arena_is_closed() -> None:
-    async def play() -> None:
-        async with reader() as at, makers() as (maker,):
-            maker.answer = lambda _: None
-            others = replace(at.order(maker.maker()), arena_id=READ + 1)
-            first = [asyncio.ensure_future(at.end_of_slab(others)) for _ in range(SLABS_MAX)]
-            waits = asyncio.ensure_future(at.slab(maker.maker()))
-            await maker.until(lambda: len(maker.asked) == SLABS_MAX)
-            at.fetchers.detach_arena(READ)
-            assert type((await waits).error) is ClosedError
-            for asked in maker.asked:
-                maker.give_slab(asked)
-            assert [end.error for end in await asyncio.gather(*first)] == [None] * SLABS_MAX
 
     asyncio.run(play())
 
