@@ -513,3 +513,20 @@ def test_a_job_that_loses_little_of_what_it_reads_makes_no_excerpts() -> None:
     assert _lost(losses=2, read_between=0)
     assert _lost(losses=3, read_between=100)
     assert not _lost(losses=1000, read_between=240)
+
+
+def test_streams_of_one_consumer_over_one_order_are_one_reader() -> None:
+    table = Table(4)
+
+    def begin(number: int, holder: int, step: int) -> int:
+        at, order = Stream(0, 0, 0, 1, first_step=step), table.stream.walk.order
+        walk = Walk(IN_ORDER, order, at, SlabSizes(1, 1, 0), count=1)
+        stream = StreamState(number, table.stream.delivery, walk, holder, walk.position)
+        table.shared.streams.add(stream)
+        return walk.position
+
+    begin(2, table.stream.holder, 3)
+    behind, before = begin(3, 7, 2), begin(4, 7, 1)
+    positions = [reading.position for reading in table.shared.readings(table.dataset)]
+    assert positions == [0, before]
+    assert before < behind
