@@ -9,7 +9,7 @@ Invariants:
    refusal. A request that is older than `PATIENCE_S` is refused, or answered with a report of
    progress if there was any in that time.
 2. A slab is released after every node that got it has read it, or `HELD_S` after it was made if no
-   node takes it.
+   node takes it. Steps that no node requests or announces for `STREAM_IDLE_S` are given up.
 3. A slab that was not requested yet may lose its slot to a requested one (scheduler, 3).
 """
 
@@ -40,6 +40,7 @@ from dataplane.scheduler.walk import SlabSizes, Walk
 
 PATIENCE_S = 25.0
 HELD_S = 10.0
+STREAM_IDLE_S = 60.0
 _COMING_MAX = 64
 _NOTHING = Region(0, 0)
 
@@ -56,10 +57,13 @@ class Ask(Struct, frozen=True):
 
 
 class _Range(Struct, eq=False):
-    """Steps whose slab is being made, and the requests for it."""
+    """Steps whose slab is being made, when they were last requested or announced, and the requests
+    that wait for the slab.
+    """
 
     steps: StepRange
     served: ServedStream
+    since: float
     asks: list[Ask] = field(default_factory=list)
     is_requested: bool = False
 
@@ -155,8 +159,10 @@ class RemoteStream:
         """Handle a tick: refuse old requests, and release old slabs."""
         self._now = now
         self._waiting = [request for request in self._waiting if not self._is_late(request[0])]
-        for steps in self._ranges.values():
+        for first, steps in list(self._ranges.items()):
             steps.asks = [ask for ask in steps.asks if not self._is_late(ask)]
+            if not steps.asks and now - steps.since > STREAM_IDLE_S:
+                self._drop(first)
         for first, made in list(self._made.items()):
             if not made.sending and now - made.since > HELD_S:
                 self._release(first)
@@ -198,6 +204,7 @@ class RemoteStream:
         assert self._new_walk is not None
         opened = self._ranges.get(steps.first)
         if opened is not None and (opened.asks or opened.steps.count <= steps.count):
+            opened.since = self._now
             return opened
         walk = self._new_walk(steps)
         if opened is not None:
@@ -207,7 +214,7 @@ class RemoteStream:
             self._hear(new, body)
 
         served = self._engine.open_stream(self._delivery, walk, hear, self._holder)
-        new = self._ranges[steps.first] = _Range(steps, served)
+        new = self._ranges[steps.first] = _Range(steps, served, self._now)
         return new
 
     def _want(self, steps: _Range) -> None:
@@ -217,11 +224,7 @@ class RemoteStream:
             self._engine.request(steps.served, 1)
 
     def _follow(self, coming: Sequence[StepRange]) -> None:
-        """Have the steps made that will be requested next, and no others that nobody requests."""
-        wanted = {steps.first for steps in coming}
-        for first in [first for first, one in self._ranges.items() if not one.asks]:
-            if first not in wanted:
-                self._drop(first)
+        """Have the steps made that will be requested next."""
         for steps in coming[:_COMING_MAX]:
             if steps.first not in self._made:
                 try:
@@ -299,7 +302,6 @@ class RemoteStream:
 # The arenas for slabs that are made for other nodes, and the streams that fill them.
 
 
-STREAM_IDLE_S = 60.0
 # Slots per worker: for slabs that are being made, are ready, or are being sent, and for the zone.
 _SLOTS_A_WORKER = 8
 

@@ -155,15 +155,36 @@ def test_what_will_be_asked_for_is_made_before(parquet: str, tmp_path: Path) -> 
 
 
 @pytest.mark.timeout(100)
-def test_steps_that_are_not_coming_any_more_are_not_planned(parquet: str, tmp_path: Path) -> None:
+def test_steps_that_are_not_coming_any_more_are_given_up(parquet: str, tmp_path: Path) -> None:
     async def scene(node: MakerNode) -> None:
-        first = node.ask(node.wanted(1, coming=tuple(StepRange(i, 1) for i in range(2, 20))))
-        second = node.ask(node.wanted(20, coming=(StepRange(21, 1), StepRange(90, 1))))
+        announced = tuple(StepRange(i, 1) for i in range(2, 20))
+        numbers = [node.ask(node.wanted(1, coming=announced))]
+        node.passes(STREAM_IDLE_S / 2)
+        numbers.append(node.ask(node.wanted(20, coming=(StepRange(21, 1), StepRange(90, 1)))))
+        for number in numbers:
+            given = await node.answer(number)
+            if isinstance(given, Given):
+                node.given(number)
+        node.passes(STREAM_IDLE_S / 2 + 1)
         firsts = [each.walk.stream.first_step for each in node.engine.scheduler._streams]
-        assert firsts == [1, 20, 21]
-        for number in (first, second):
-            of(await node.answer(number))
-            node.given(number)
+        assert firsts == [21]
+
+    play(scene, parquet, tmp_path)
+
+
+@pytest.mark.timeout(100)
+def test_consumers_that_share_the_steps_of_a_rank_keep_what_each_announced(
+    parquet: str, tmp_path: Path
+) -> None:
+    async def scene(node: MakerNode) -> None:
+        for first in (0, 1):
+            coming = tuple(StepRange(first + i, 1) for i in (2, 4))
+            await node.slab(node.wanted(first, step_stride=2, coming=coming))
+        await node.until(lambda: [task.phase.name for task in node.tasks()] == ["READY"] * 4)
+        before = node.tasks()
+        for first in (2, 3, 4, 5):
+            of(await node.slab(node.wanted(first, step_stride=2)))
+        assert all(task.phase.name == "GONE" for task in before), "they were made again"
 
     play(scene, parquet, tmp_path)
 
@@ -259,8 +280,8 @@ def test_slabs_that_nobody_asks_for_any_more_are_released(parquet: str, tmp_path
         await node.until(lambda: len(node.tasks()) == len(many))
         given = await node.slab(node.wanted(20))
         assert len(of(given).batches) == 1
-        assert node.tasks() == [], "nobody asks for them any more"
         node.passes(STREAM_IDLE_S + 1)
+        assert node.tasks() == [], "nobody asks for them any more"
         (job,) = node.making._jobs.values()
         assert not any(place.streams for place in job.places.values())
         assert list(node.engine.open_datasets()), "the job stays open"
