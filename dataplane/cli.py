@@ -122,7 +122,7 @@ def cli(manner: Manner, /, *, debug: bool, config_file: str | None) -> None:
     """
     manner.debug = debug
     del config_file  # read later, by the commands that need settings
-    trace.configure("debug" if debug else "info", "text")
+    trace.configure("debug" if debug else "warning", "text")
 
 
 for command in (

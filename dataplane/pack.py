@@ -234,8 +234,9 @@ def _job(
     shard_bytes: int,
 ) -> PackJob:
     if format_name not in _WRITERS:
-        # The source of a pack has no format of its own: a manifest knows it.
         way = "if it is that of the source, run `dataplane index` with it, and pack the manifest"
+        if name := _NAMES.get(format_name.lower()):
+            way = f"did you mean {name!r}?"
         raise ConfigError(
             f"shards of format {format_name!r} cannot be written: pass one of "
             f"{', '.join(_WRITERS)}; {way}",
@@ -596,3 +597,4 @@ def _as_file(name: str, value: object) -> bytes:
 
 
 _WRITERS = {"parquet": _parquet, "arrow": _arrow, "tar": _tar}
+_NAMES = {"webdataset": "tar", "wds": "tar", "feather": "arrow", "ipc": "arrow"}

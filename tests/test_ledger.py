@@ -12,7 +12,7 @@ from hypothesis import given
 from msgspec import structs
 
 from dataplane.cli import run
-from dataplane.model.changes import Skip, Tombstone, skip_payload, tombstone_payload
+from dataplane.model.changes import Skip, skip_payload, tombstone_payload
 from dataplane.model.config import JobSpec, MixtureSpec, SourceSpec
 from dataplane.model.errors import ConfigError
 from dataplane.model.ledger import (
@@ -25,7 +25,14 @@ from dataplane.model.ledger import (
     text_faults,
 )
 from dataplane.model.ledger_diff import ledger_differences
-from dataplane.model.records import ColumnOptions, DatasetIdentity, End, MixHistory, ShareChange
+from dataplane.model.records import (
+    ColumnOptions,
+    DatasetIdentity,
+    End,
+    MixHistory,
+    ShareChange,
+    Tombstone,
+)
 
 names = st.text(max_size=8)
 counts = st.integers(0, 2**62 - 1)

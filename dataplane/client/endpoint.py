@@ -40,6 +40,8 @@ class Embedded(Struct, frozen=True):
         """The node's description in messages."""
         return "the node of this run on this host"
 
+    remedy = ""
+
     def reach(self, deadline: float, notice: Notice, source: DatasetSource) -> tuple[Wire, Welcome]:
         """Connect, or bind the socket name and start a node on it, which will open this dataset.
         Return a connection on which the node has sent its Welcome, and the Welcome.
@@ -113,6 +115,14 @@ class Served(Struct, frozen=True):
         """The node's description in messages."""
         return f"a node of service {self.address} on this host"
 
+    @property
+    def remedy(self) -> str:
+        """The way to start such a node."""
+        return (
+            f"start `dataplane serve` here, or `dataplane serve --node --join {self.address}` if"
+            " the coordinator is on another host, as this same user"
+        )
+
     def begin(self, source: DatasetSource) -> None:  # noqa: ARG002
         """Do nothing: other processes start this node."""
         return
@@ -134,8 +144,7 @@ class Served(Struct, frozen=True):
         """Return the error to raise if no node could be reached."""
         return PeerLost(
             f"no node of service {self.address} answered on this host within {waited_s:.0f} s "
-            f"({error}): start `dataplane serve` here, or `dataplane serve --node --join "
-            f"{self.address}` if the coordinator is on another host, as this same user",
+            f"({error}): {self.remedy}",
             peer=self.address,
             last_error=str(error),
         )

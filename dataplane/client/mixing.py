@@ -152,7 +152,7 @@ def rows_reached(
     digest = before.continued(_rows_order(session, epoch, begin), epoch, begin)
     changes = () if session.mix is None else session.mix.between(epoch, begin, cursor)
     gaps = session.changes.gaps(epoch)
-    for position in changes:
+    for position in sorted({*changes, *session.taken_between(epoch, begin, cursor)}):
         order = _rows_order(session, epoch, position)
         digest = digest.reached(position, gaps).continued(order, epoch, position)
     return digest.reached(cursor, gaps)
@@ -161,7 +161,8 @@ def rows_reached(
 def _rows_order(session: Session, epoch: int, position: int) -> str:
     """Return 16 hex digits over everything that decides which rows are at this place."""
     job = session.job
-    rows = session.changes.rows_digest(job.spec.rows_digest(job.dataset.layout))
+    own, place = job.spec.rows_digest(job.dataset.layout), LedgerPosition(epoch, position)
+    rows = session.rows_digest(own, place)
     if session.mix is None:
         return rows
     text = f"{rows}:{session.mix.digest_at(epoch, position)}"

@@ -40,13 +40,17 @@ from dataplane.client.waiting import Notice, Patience
 from dataplane.client.wire import NoAnswer, Wire
 from dataplane.model.changes import (
     MIX,
+    TOMBSTONE,
     Ahead,
     Changes,
     MixAt,
     TakenOut,
+    apart,
     changes_of,
     check_unchanged,
+    is_midway,
     mix_of_entry,
+    taken_by,
 )
 from dataplane.model.config import Stage
 from dataplane.model.errors import (
@@ -57,7 +61,14 @@ from dataplane.model.errors import (
     PeerLost,
     SpecMismatch,
 )
-from dataplane.model.ledger import Ledger, LedgerEntry, LedgerMark, Schedule, SourceUrls
+from dataplane.model.ledger import (
+    Ledger,
+    LedgerEntry,
+    LedgerMark,
+    LedgerPosition,
+    Schedule,
+    SourceUrls,
+)
 from dataplane.model.records import MixHistory
 from dataplane.model.redact import unsigned
 from dataplane.rpc.messages import JobOpened, OpenJob, StageTimes, Waited, Welcome
@@ -103,7 +114,7 @@ class Session:
         self._state: tuple[JobOpened, RunState] | None = None
         self._mix: MixHistory | None = None
         self._decide_mix: Callable[[JobOpened], MixHistory | None] | None = None
-        self._mix_entries: dict[int, LedgerEntry] = {}
+        self._midway: dict[int, LedgerEntry] = {}
         self.mixes_asked: tuple[MixAt, ...] = ()
         """The known weights that people requested, in the order of their places. The tuple is
         replaced when more weights become known.
@@ -156,17 +167,37 @@ class Session:
         self._decide_mix = decide
 
     @property
-    def known_mix_entry(self) -> int:
-        """The number of the last known ledger entry that changes weights."""
-        return max(self._mix_entries, default=0)
+    def known_entry(self) -> int:
+        """The number of the last known ledger entry that takes effect within the launch."""
+        return max(self._midway, default=0)
+
+    @property
+    def _generation(self) -> int:
+        return 0 if self._job is None else self._job.generation
+
+    def rows_digest(self, digest: str, place: LedgerPosition) -> str:
+        """Return a digest over `digest` and the rows that are left out at this place."""
+        taken = [entry for entry in self._midway.values() if entry.kind == TOMBSTONE]
+        entries = {entry.seq: entry for entry in (*self.job.entries, *taken)}.values()
+        return changes_of(taken_by(entries, self._generation, place)).rows_digest(digest)
+
+    def taken_between(self, epoch: int, begin: int, end: int) -> tuple[int, ...]:
+        """Return the positions between these, exclusive, from which on rows are left out."""
+        return tuple(
+            entry.position.cursor
+            for entry in self._midway.values()
+            if entry.kind == TOMBSTONE
+            and entry.position.epoch == epoch
+            and begin < entry.position.cursor < end
+        )
 
     def learn(self, entries: Iterable[LedgerEntry]) -> None:
-        """Note weights that people requested."""
-        some = {entry.seq: entry for entry in entries if entry.kind == MIX}
-        if some.keys() <= self._mix_entries.keys():
+        """Note weights and rows to leave out that people requested while the job ran."""
+        some = {entry.seq: entry for entry in entries if is_midway(entry, self._generation)}
+        if some.keys() <= self._midway.keys():
             return
-        self._mix_entries |= some
-        mixes = map(mix_of_entry, self._mix_entries.values())
+        self._midway |= some
+        mixes = [mix_of_entry(entry) for entry in self._midway.values() if entry.kind == MIX]
         self.mixes_asked = tuple(sorted(mixes, key=lambda entry: (entry.position, entry.seq)))
 
     def state(self, epoch: int, cursor: int, sample_count: int) -> RunState:
@@ -182,7 +213,7 @@ class Session:
         gaps = changes_of(job.entries).gaps(epoch)
         mark = state.mark
         if self.mixes_applied:
-            last = LedgerMark.of(self._mix_entries[max(self.mixes_applied)])
+            last = LedgerMark.of(self._midway[max(self.mixes_applied)])
             mark = last if mark is None or mark.seq < last.seq else mark
         return structs.replace(
             state,
@@ -217,8 +248,7 @@ class Session:
             schedule,
             tuple(
                 {
-                    mix_entry.seq: mix_entry
-                    for mix_entry in (*job.entries, *self._mix_entries.values())
+                    mix_entry.seq: mix_entry for mix_entry in (*job.entries, *self._midway.values())
                 }.values()
             ),
         ).to_lines()
@@ -334,7 +364,7 @@ class Session:
         self._change(structs.replace(request, spec=spec, epoch=epoch, finishes=finishes))
         if request.spec.stages != stages:
             self.mix, self.mixes_asked = None, ()
-            self._mix_entries.clear()
+            self._midway.clear()
 
     def return_to_own(self) -> None:
         """Return to the loader's own job, if a former stage is being finished."""
@@ -428,7 +458,7 @@ class Session:
                 starts_left -= "status" in error.nouns
                 if not starts_left:
                     raise
-                if not patience.pause(notice, error):
+                if not patience.pause(notice, error, self.endpoint.remedy):
                     raise self.endpoint.given_up(patience.waited_s, error) from None
             if self._closed:
                 raise ClosedError("this loader was closed while it waited for its node")
@@ -474,7 +504,8 @@ class Session:
 
     def _check_same(self, known: JobOpened, opened: JobOpened) -> None:
         """Check that a new node opened the same job as the node before it."""
-        check_unchanged(self.request.job_id, known.entries, opened.entries)
+        both = [apart(job.entries, job.generation)[0] for job in (known, opened)]
+        check_unchanged(self.request.job_id, *both)
         if known.digest != opened.digest:
             raise DatasetChangedError(
                 "the dataset changed while the node was away, so this is now a different job. "

@@ -293,7 +293,7 @@ class SlabStream:
     def _open(self, mount: Mount, step: int, deadline: float) -> None:
         request = OpenStream(
             mount.job_id, self._epoch, self._cursor, step, self._stride, self.mix,
-            self._session.known_mix_entry,
+            self._session.known_entry,
         )  # fmt: skip
         opened, _ = mount.call(request, deadline)
         if not isinstance(opened, StreamOpened):

@@ -46,15 +46,17 @@ class Notice:
         """
         return deadline if self._is_told else min(deadline, self._since + TELL_AFTER_S)
 
-    def tell(self, error: str = "") -> None:
-        """Log what the process waits for, if a few seconds have passed and it was not logged
-        yet.
+    def tell(self, error: str = "", until: float | None = None, remedy: str = "") -> None:
+        """Log what the process waits for, and perhaps until when and what helps, if a few seconds
+        have passed and it was not logged yet.
         """
         if self._is_told or self._is_working or time.monotonic() < self._since + TELL_AFTER_S:
             return
         self._is_told = True
         last = {"error": error} if error else {}
-        _trace.failed(f"waiting for {self._what}", **self._facts, **last)
+        limit = "" if until is None else f" for at most {until - time.monotonic():.0f} s more"
+        what = f"waiting for {self._what}{limit}{remedy and f': {remedy}'}"
+        _trace.failed(what, **self._facts, **last)
 
     def working(self, work: Working) -> None:
         """Show the node's progress."""
@@ -127,10 +129,10 @@ class Patience:
         """Add this time, in which a node has reported progress; the final limit moves as well."""
         self.last += seconds
 
-    def pause(self, notice: Notice, error: PeerLost) -> bool:
+    def pause(self, notice: Notice, error: PeerLost, remedy: str = "") -> bool:
         """Wait a little after a loss, longer after each. Return False if no time is left."""
         self._losses += 1
-        notice.tell(str(error))
+        notice.tell(str(error), self.until, remedy)
         longest_s = min(_PAUSE_S_MAX, _PAUSE_S * 2 ** min(self._losses, 10))
         left_s = self.until - time.monotonic()
         if left_s <= 0:

@@ -19,7 +19,6 @@ from dataplane.commands.own_node import read_mapped
 from dataplane.model.changes import (
     Changes,
     TakenDocument,
-    Tombstone,
     changes_at,
     changes_of,
     dataset_of,
@@ -27,6 +26,7 @@ from dataplane.model.changes import (
 )
 from dataplane.model.errors import ConfigError
 from dataplane.model.ledger import LedgerPosition
+from dataplane.model.records import Tombstone
 from dataplane.plan.order import TracedOrder
 from dataplane.plan.packs import Int64, Packs, kept_tokens, packs_of, stand_ins, without
 from dataplane.plan.tombstones import Place, RowsFor, StepRows, Substitutes, places_of

@@ -42,16 +42,17 @@ from dataplane.commands.traced import (
 from dataplane.model.changes import (
     ALL_ROWS,
     TOMBSTONE,
-    Tombstone,
     changes_of,
     dataset_of,
     facts_of,
     in_force,
+    is_midway,
     last_of,
     rows_layout,
 )
 from dataplane.model.errors import ConfigError
 from dataplane.model.ledger import Ledger, LedgerEntry, text_faults
+from dataplane.model.records import Tombstone
 from dataplane.rpc.bounds import NAME_LENGTH_MAX
 
 if TYPE_CHECKING:
@@ -112,9 +113,12 @@ def tell(
     said = printable(f"job {job}: {what} (entry {entry.seq})")
     say(said, markup=False, soft_wrap=True)
     step = -(-answer.cursor // answer.global_batch)
-    at = f"epoch {answer.epoch}, step {step}"
+    at, begin = f"epoch {answer.epoch}, step {step}", entry.position
     when = "when it is started the next time"
-    if answer.is_running:
+    if is_midway(entry, None):
+        step = -(-begin.cursor // answer.global_batch)
+        text = f"this takes effect at step {step} of epoch {begin.epoch}, without a restart"
+    elif answer.is_running:
         text = f"it runs, at {at}, and goes on as it is: this takes effect {when}"
     else:
         text = f"this takes effect {when}; it had come to {at}"
@@ -297,19 +301,18 @@ def tombstone(
     workers: int,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Take rows out of a job, from its next start on, for example rows that you may not use.
+    """Take rows out of a job, also while it runs, for example rows that you may not use.
 
     Another row of the same block replaces each row, the same row in all epochs and on all ranks.
     All other rows keep their positions, so the number of steps stays the same. `dataplane trace`
-    and `where` show the replacing row. A running job goes on unchanged. The command does not change
-    shards.
+    and `where` show the replacing row. The command does not change shards.
+
+    The ranks of a running job agree on a step from which the rows are out. If they cannot (they
+    have not begun to read, or torch's DataLoader reads), the rows are out from the next start on.
 
     Rows of other blocks replace the rows of a whole shard. If the shard is lost, pass the dataset's
-    old manifest as --data, and to the loader of the next launch.
-
-    If samples are packs, tokens of another document of the block replace the tokens of a removed
-    document. All other documents keep their places. The command reads the block to check that
-    another document with tokens is left.
+    old manifest as --data, and to the loader of the next launch. If samples are packs, tokens of
+    another document of the block, which the command reads, replace those of a removed document.
 
     The job needs a coordinator (`dataplane serve`), which records the change in the job's ledger.
 
@@ -340,8 +343,8 @@ def tombstone(
         from dataplane.commands.documents import check_documents
 
         check_documents(traced, left, workers)
-    known = last_of(ledger.entries, TOMBSTONE)
-    taken = RowsTaken(tuple(rows.values()), rows_layout(ledger.spec, dataset), known)
+    layout, known = rows_layout(ledger.spec, dataset), last_of(ledger.entries, TOMBSTONE)
+    taken = RowsTaken(tuple(rows.values()), layout, known)
     entry, answer = changed(settings, ChangeRequest(job, who(), tombstones=taken))
     count = output.counted(len(set(rows.values())), "shard" if not row_names else "row")
     what = f"{count} will be taken out: {', '.join(rows)}"

@@ -159,7 +159,10 @@ class _Look:
         self.samples: list[dict[str, Any]] = []
         self.packs: list[dict[str, Any]] = []
         self.shots: list[dict[str, Any]] = []
-        self.notes: list[str] = []
+        from dataplane.index.viewing import said_of_folders
+
+        stored = (source.manifest.whole or source.manifest for source in job.sources)
+        self.notes = [*filter(None, map(said_of_folders, stored))]
 
     def read(self, is_mapped: bool, workers: int) -> None:
         """Read the samples, and make the facts of columns and images."""

@@ -303,14 +303,13 @@ def values_of(
 
 
 def _taken(table: pa.Table, rows: Int64) -> pa.Table:
-    """Select rows of a table, at least one. Arrow cannot select rows of views or of run ends."""
+    """Select rows of a table."""
     import pyarrow as pa
 
-    try:
-        return table.take(pa.array(rows))
-    except pa.ArrowNotImplementedError:
-        taken = pa.concat_tables([table.slice(row, 1) for row in rows.tolist()])
-        return taken.combine_chunks()
+    from dataplane.formats.arrays import take_rows
+
+    columns = [take_rows(column.combine_chunks(), rows) for column in table.columns]
+    return pa.Table.from_arrays(columns, schema=table.schema)
 
 
 def _place_names(job: Traced) -> list[str]:

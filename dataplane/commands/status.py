@@ -440,7 +440,9 @@ def _first(
 
 
 def _work(nodes: tuple[NodeStatus, ...], most: int | None) -> Table:
-    """Make a table of the work that nodes do before they can open jobs, with its progress."""
+    """Make a table of the work that nodes do before they can open jobs, with its progress, and of
+    the loaders for which draining nodes wait.
+    """
     rows = [
         (
             node.node_id,
@@ -453,7 +455,7 @@ def _work(nodes: tuple[NodeStatus, ...], most: int | None) -> Table:
         for work in node.work
     ]
     columns = ("node", "work", "dataset", "done", "left")
-    return _first(columns, rows, "jobs being opened", most)
+    return _first(columns, rows, "jobs that nodes open or finish", most)
 
 
 def _held(nodes: tuple[NodeStatus, ...]) -> Table:

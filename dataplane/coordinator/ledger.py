@@ -7,7 +7,8 @@ Invariants:
    which they are refused; so have rows that cannot be decoded, which are then no longer recorded.
 2. A launch that reads has a start. It has an end once its last member is gone, or a newer launch
    has taken over.
-3. The changes of a generation are those that existed when it began; later ones are not added.
+3. The changes of a generation are those that existed when it began. Of later ones, it gets only
+   weights, and rows that its members have agreed to leave out from a place on.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from dataplane.model.changes import (
     EpochSteps,
     ReplacedRow,
     Skip,
-    Tombstone,
     changes_of,
     dataset_of,
     facts_of,
+    holding,
     in_force,
+    is_midway,
     last_of,
     mix_payload,
-    mixes_in_force,
     quarantine_payload,
     quarantined_rows,
     rows_layout,
@@ -45,8 +46,8 @@ from dataplane.model.changes import (
 )
 from dataplane.model.errors import ConfigError
 from dataplane.model.ledger import LedgerEntry, LedgerMark, LedgerPosition, canonical
-from dataplane.model.records import DatasetIdentity
-from dataplane.rpc.membership import ChangeRequest, MemberProgress, RowsTaken, StepsSkipped
+from dataplane.model.records import DatasetIdentity, Tombstone
+from dataplane.rpc.membership import MemberProgress, RowsTaken, StepsSkipped
 
 ENTRIES_MAX = 4096
 CHANGES_MAX = 512
@@ -70,8 +71,11 @@ class JobLedger:
         self._head = self.entries[-1].hash if self.entries else ""
         self.marks = tuple(map(LedgerMark.of, self.entries[-MARKS_MAX:]))
         """Marks of the last entries."""
-        # Keep the changes of weights in a list: every heartbeat of every member needs them.
-        self._mixes = [entry for entry in self.entries if entry.kind == MIX]
+        # Keep what takes effect within a launch in a list: every heartbeat of a member needs it.
+        self._midway: list[LedgerEntry] = []
+        for entry in self.entries:
+            with contextlib.suppress(ConfigError):  # a damaged entry, as in `_rows_of`
+                self._midway += [entry] if is_midway(entry, None) else []
         starts = [entry for entry in self.entries if entry.kind in _OF_LAUNCHES]
         self._open = starts[-1] if starts and starts[-1].kind == "start" else None
         self._quarantined = _rows_of([one for one in self.entries if one.kind == QUARANTINE])
@@ -134,6 +138,11 @@ class JobLedger:
         return self._append(QUARANTINE, at, quarantine_payload(new), by, now)
 
     @property
+    def is_read(self) -> bool:
+        """Whether the job's present launch has begun to read."""
+        return self._open is not None
+
+    @property
     def last_change(self) -> int:
         """The number of the last change; 0 without any."""
         found = (entry.seq for entry in reversed(self.entries) if entry.kind in (SKIP, TOMBSTONE))
@@ -143,16 +152,17 @@ class JobLedger:
         """Return the changes that apply to the job's present generation."""
         return in_force(self.entries, job.spec, dataset_of(job.spec, job.identity), job.last_change)
 
-    def mixes(self, job: Job, after: int = 0) -> tuple[LedgerEntry, ...]:
-        """Return the entries of changed weights that apply to the job and come after the entry
-        with the number `after`.
+    def midway(self, job: Job, after: int = 0) -> tuple[LedgerEntry, ...]:
+        """Return the entries that take effect within the job's present launch and come after the
+        entry with the number `after`.
         """
-        some = [entry for entry in self._mixes if entry.seq > after]
-        return mixes_in_force(some, job.spec, dataset_of(job.spec, job.identity))
+        some = [entry for entry in self._midway if entry.seq > after]
+        own = [entry for entry in some if is_midway(entry, job.generation)]
+        return holding(own, job.spec, dataset_of(job.spec, job.identity))
 
     def mix_of_request(self, request: str) -> LedgerEntry | None:
         """Return the entry that was made for this request, if there is one."""
-        some = reversed(self._mixes)
+        some = reversed(self._midway)
         return next((one for one in some if facts_of(one).get("request") == request), None)
 
     def mix(
@@ -195,41 +205,54 @@ class JobLedger:
                 job=job.job_id,
             )
 
-    def change(
-        self, job: Job, asked: ChangeRequest, now: float, *, is_idle: bool
+    def skip(
+        self, job: Job, asked: StepsSkipped, by: str, now: float, *, is_idle: bool
     ) -> tuple[LedgerEntry, list[Write]]:
-        """Append a change, unless an equal one exists; return the entry in either case.
+        """Append skipped steps, unless an equal entry exists; return the entry in either case.
 
-        Raises:  ConfigError: the change is not possible, or no longer possible; says why.
+        Raises:  ConfigError: the steps cannot be skipped, or no longer; says why.
         """
-        dataset = dataset_of(job.spec, job.identity)
-        if asked.mix is not None:
-            raise ConfigError("ask for one change: steps, rows or weights", field="mix")
-        if asked.skip is not None and asked.tombstones is None:
-            skip = _skipped(job, asked.skip, is_idle=is_idle)
-            kind, payload = SKIP, skip_payload(skip, job.spec, dataset)
-            at = LedgerPosition(skip.epoch, skip.begin)
-        elif asked.tombstones is not None and asked.skip is None:
-            rows = self._taken(job, asked.tombstones, dataset)
-            kind, payload = TOMBSTONE, tombstone_payload(rows, job.spec, dataset)
-            at = LedgerPosition(job.epoch, job.cursor)
-        else:
-            raise ConfigError("ask for one change: steps, rows or weights", field="skip")
+        skip = _skipped(job, asked, is_idle=is_idle)
+        payload = skip_payload(skip, job.spec, dataset_of(job.spec, job.identity))
+        at = LedgerPosition(skip.epoch, skip.begin)
         for entry in self.entries:
-            is_there = kind == TOMBSTONE or entry.position == at
-            if (entry.kind, entry.payload) == (kind, payload) and is_there:
+            if (entry.kind, entry.payload, entry.position) == (SKIP, payload, at):
                 return entry, []
-        if asked.tombstones is not None and asked.tombstones.known != last_of(
-            self.entries, TOMBSTONE
-        ):
+        self.check_may_change()
+        writes = self._append(SKIP, at, payload, by, now)
+        return self.entries[-1], writes
+
+    def same_rows(self, job: Job, asked: RowsTaken) -> LedgerEntry | None:
+        """Return the entry that removes these rows, if there is one.
+
+        Raises:  ConfigError: these rows cannot be removed.
+        """
+        rows = self._taken(job, asked, dataset_of(job.spec, job.identity))
+        numbers = [row.numbers for row in rows]
+        for entry in self.entries:
+            if entry.kind == TOMBSTONE:
+                facts = facts_of(entry)
+                if (facts.get("rows"), facts.get("layout")) == (numbers, asked.layout):
+                    return entry
+        if asked.known != last_of(self.entries, TOMBSTONE):
             raise ConfigError(
                 f"other rows of job {job.job_id!r} were taken out meanwhile, and together they may "
                 "be too many of a block: repeat the command",
                 field="rows",
             )
         self.check_may_change()
-        writes = self._append(kind, at, payload, asked.by, now)
-        return self.entries[-1], writes
+        return None
+
+    def take_out(
+        self, job: Job, asked: RowsTaken, at: LedgerPosition, by: str, now: float,
+        generation: int = 0,
+    ) -> list[Write]:  # fmt: skip
+        """Append an entry that removes these rows from the next launch; with a generation, also
+        from this place on of that launch.
+        """
+        rows, dataset = sorted(set(asked.rows)), dataset_of(job.spec, job.identity)
+        payload = tombstone_payload(rows, job.spec, dataset, generation)
+        return self._append(TOMBSTONE, at, payload, by, now)
 
     def remove(self) -> list[Write]:
         """Forget the job."""
@@ -264,7 +287,7 @@ class JobLedger:
         seq = self.entries[-1].seq + 1 if self.entries else 1
         entry = LedgerEntry(seq, kind, at, payload, by, now, self._head)
         self.entries.append(entry)
-        self._mixes += [entry] if kind == MIX else []
+        self._midway += [entry] if is_midway(entry, None) else []
         self._head = entry.hash
         self.marks = (*self.marks[1 - MARKS_MAX :], LedgerMark.of(entry))
         writes: list[Write] = [Keep(LedgerRecord(self._job_id, str(seq), entry))]

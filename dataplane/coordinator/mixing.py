@@ -1,13 +1,14 @@
-"""Changes of a mixture's weights that people request while the job runs. Pure; only the state
-machine uses this module.
+"""Changes of a mixture's weights, and rows to leave out, that people request while the job runs.
+Pure; only the state machine uses this module.
 
     requested ──> proposed to all members ──all promise──> entry of the ledger ──> sent to members
-                       └─ a member cannot, or has passed the place, or time is up: refused
+                       └─ a member cannot, or has passed the place, or time is up: refused;
+                          rows are then left out from the next launch on
 
 Invariants:
-1. The weights take effect at the furthest place that a joined member has promised. No member hands
+1. The change takes effect at the furthest place that a joined member has promised. No member hands
    over samples beyond its promise before it knows the entry, or knows that there will be none. So
-   no rank has read samples that should have had other weights.
+   no rank has read samples that should have been others.
 2. A promise is valid for one join: when a member joins again, all members promise again, under a
    new name of the proposal.
 3. A proposal is not stored, so a restart forgets it. The entry is on disk before anybody learns of
@@ -26,7 +27,13 @@ from dataplane.coordinator.records import Answer, Job, Member
 from dataplane.model.errors import ConfigError
 from dataplane.model.ledger import PLACE_MAX, LedgerPosition
 from dataplane.rpc.bounds import check_name
-from dataplane.rpc.membership import HeartbeatResponse, MixAsked, MixPromise, MixProposal
+from dataplane.rpc.membership import (
+    HeartbeatResponse,
+    MixAsked,
+    MixPromise,
+    MixProposal,
+    RowsTaken,
+)
 
 PROPOSED_S = 60.0
 _NAMED_MAX = 8
@@ -34,8 +41,8 @@ _SHOWN_MAX = 1000
 
 
 class Proposed(Struct, eq=False):
-    """One proposal: who made it, when it ends, what members have promised, and which members still
-    have to promise.
+    """One proposal, of weights or of rows to leave out: who made it, when it ends, what members
+    have promised, and which members still have to promise.
     """
 
     asked: MixAsked
@@ -44,6 +51,7 @@ class Proposed(Struct, eq=False):
     until: float
     awaited: set[str]
     promises: dict[str, MixPromise]
+    rows: RowsTaken | None = None
     turn: int = 0
     refusal: ConfigError | None = None
 
@@ -61,10 +69,11 @@ class Mixing:
         return None if now is None or now.refusal is not None else now.proposal
 
     def propose(
-        self, job: Job, request: MixAsked, by: str, members: Iterable[str], now: float
-    ) -> None:
+        self, job: Job, request: MixAsked, by: str, members: Iterable[str], now: float,
+        rows: RowsTaken | None = None,
+    ) -> None:  # fmt: skip
         """Propose to these members, who are all members of the job, unless the same proposal
-        exists.
+        exists. With `rows`, the request has no weights.
 
         Raises:  ConfigError: the proposal was refused, or another proposal is not decided yet.
         """
@@ -76,14 +85,15 @@ class Mixing:
             return
         if known is not None and known.refusal is None and now < known.until:
             raise ConfigError(
-                f"{known.by} has just requested other weights of job {job.job_id!r}, and its ranks"
-                " are still agreeing on the step: try again in a few seconds",
+                f"{known.by} has just requested other "
+                f"{'weights' if known.rows is None else 'rows'} of job {job.job_id!r}, and its"
+                " ranks are still agreeing on the step: try again in a few seconds",
                 job=job.job_id,
             )
         proposal = MixProposal(
             request.request, asked_place(job, request), request.sources, request.weights
         )
-        self.proposed = Proposed(request, by, proposal, now + PROPOSED_S, set(members), {})
+        self.proposed = Proposed(request, by, proposal, now + PROPOSED_S, set(members), {}, rows)
 
     def heard(self, member_id: str, promise: MixPromise | None) -> None:
         """Note a member's promise."""
@@ -114,21 +124,24 @@ class Mixing:
 
     def decided(
         self, job: Job, members: Mapping[str, Member], now: float
-    ) -> tuple[Proposed, LedgerPosition] | None:
-        """Return the proposal and its place, and end it, if all members have promised."""
+    ) -> tuple[Proposed, LedgerPosition | None] | None:
+        """Return the proposal and its place, and end it, if all members have promised. The place
+        of rows is None if a member cannot leave them out yet.
+        """
         at = self.proposed
         if at is None or at.refusal is not None:
             return None
-        if at.awaited:
-            if now >= at.until:
-                at.refusal = _unanswered(job, [members[name] for name in at.awaited])
-            return None
         promises = {members[name].topology.rank: promise for name, promise in at.promises.items()}
-        at.refusal = _refusal(job, at, promises)
-        if at.refusal is not None or not promises:
+        if not at.awaited:
+            at.refusal = _refusal(job, at, promises)
+        elif now >= at.until:
+            at.refusal = _unanswered(job, [members[name] for name in at.awaited])
+        is_decided = not at.awaited and promises and at.refusal is None
+        if not is_decided and (at.rows is None or at.refusal is None):
             return None
         self.proposed = None
-        return at, max(promise.position for promise in promises.values())
+        place = max(promise.position for promise in promises.values()) if is_decided else None
+        return at, place
 
     def awaited_ranks(self, members: Mapping[str, Member]) -> tuple[int, ...]:
         """Return the ranks that have not promised yet."""

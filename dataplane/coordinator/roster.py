@@ -40,7 +40,14 @@ from dataplane.coordinator.records import (
 )
 from dataplane.model.changes import ReplacedRow
 from dataplane.model.ledger import LedgerEntry, LedgerPosition
-from dataplane.rpc.membership import ChangeResponse, JobNodes, JoinRequest, MixAsked, NeighbourNode
+from dataplane.rpc.membership import (
+    ChangeResponse,
+    JobNodes,
+    JoinRequest,
+    MixAsked,
+    NeighbourNode,
+    RowsTaken,
+)
 
 # -- neighbours --------------------------------------------------------------------------------
 #
@@ -385,15 +392,38 @@ class Roster:
                 writes = self.ledger.mix(job, request.request, weights, at, by, now)
             else:
                 self.mixing.propose(job, request, by, self._joined, now)
-                writes = self.decide_mix(now)
+                writes = self.decide(now)
             entry = self.ledger.mix_of_request(request.request)
+        return self._answer(entry), writes
+
+    def take_out(
+        self, request: RowsTaken, by: str, now: float
+    ) -> tuple[ChangeResponse, list[Write]]:
+        """Take rows out of the job: at once if nobody reads it, otherwise when all members agree on
+        the place, or the next launch does it since they do not.
+
+        Raises:  ConfigError: these rows cannot be taken out.
+        """
+        job, entry = self.job, self.ledger.same_rows(self.job, request)
+        writes: list[Write] = []
+        if entry is None and not self.ledger.is_read:
+            at = LedgerPosition(job.epoch, job.cursor)
+            writes = self.ledger.take_out(job, request, at, by, now)
+        elif entry is None:
+            name = hashlib.blake2b(repr(request).encode(), digest_size=16).hexdigest()
+            self.mixing.propose(job, MixAsked(name, (), ()), by, self._joined, now, request)
+            writes = self.decide(now)
+        return self._answer(entry or self.ledger.same_rows(job, request)), writes
+
+    def _answer(self, entry: LedgerEntry | None) -> ChangeResponse:
+        job = self.job
         awaited = () if entry is not None else self.mixing.awaited_ranks(self.members)
         at_batch = job.epoch, job.cursor, job.spec.global_batch
-        return ChangeResponse(entry, not self.is_idle, *at_batch, awaited), writes
+        return ChangeResponse(entry, not self.is_idle, *at_batch, awaited)
 
-    def decide_mix(self, now: float) -> list[Write]:
-        """Append the proposed weights to the ledger, if all members have agreed on the place where
-        they take effect.
+    def decide(self, now: float) -> list[Write]:
+        """Append the proposed change to the ledger, if all members have agreed on the place where
+        it takes effect. Rows on which they do not agree are left out from the next launch on.
         """
         if self.mixing.proposal is None:
             return []
@@ -401,6 +431,11 @@ class Roster:
         if decided is None:
             return []
         proposed, at = decided
+        if proposed.rows is not None:
+            generation = 0 if at is None else self.job.generation
+            at = at or LedgerPosition(self.job.epoch, self.job.cursor)
+            return self.ledger.take_out(self.job, proposed.rows, at, proposed.by, now, generation)
+        assert at is not None, "weights that are refused are not decided"
         weights = checked_weights(self.job, proposed.asked)
         return self.ledger.mix(self.job, proposed.asked.request, weights, at, proposed.by, now)
 

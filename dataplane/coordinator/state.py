@@ -59,7 +59,7 @@ from dataplane.coordinator.records import (
 )
 from dataplane.coordinator.roster import Roster, first_generation, restored
 from dataplane.metrics.table import Reading
-from dataplane.model.errors import DataplaneError
+from dataplane.model.errors import ConfigError, DataplaneError
 from dataplane.model.ledger import LedgerPosition
 from dataplane.rpc.bounds import check_name
 from dataplane.rpc.membership import (
@@ -176,7 +176,7 @@ class CoordinatorState:
         refusals.check_join(request)
         if request.node_id in self._refused_nodes:
             self._check(self._refused_nodes[request.node_id])
-        roster = self._jobs.get(request.job_id)
+        roster, ended_count = self._jobs.get(request.job_id), 0
         if roster is None:
             job = first_generation(request, self._now)
             roster = self._jobs[request.job_id] = Roster(job, self._now, self._makers)
@@ -184,7 +184,7 @@ class CoordinatorState:
         else:
             self._expire(roster)
             self._check_same_protocol(roster, request)
-            self._admit(roster, request)
+            ended_count = self._admit(roster, request)
         self._seat(roster, request)
         self._nodes.want_makers(request.node_id, (request.job_id,), self._clock)
         # Send the list of nodes only to the first member of each node: if every member got it, a
@@ -192,10 +192,11 @@ class CoordinatorState:
         is_first = roster.neighbours.has_one_of(request.node_id)
         nodes = self._nodes.of(roster, self._clock) if is_first else None
         job, ledger = roster.job, roster.ledger
-        entries = (*ledger.changes(job), *ledger.mixes(job))
+        entries = (*ledger.changes(job), *ledger.midway(job))
         marks = job.mark, ledger.marks
         return JoinResponse(
-            job.generation, self._lease_s, nodes, entries, *marks, roster.is_complete
+            job.generation, self._lease_s, nodes, entries, *marks, roster.is_complete,
+            ended_count,
         )  # fmt: skip
 
     def _check_same_protocol(self, roster: Roster, request: JoinRequest) -> None:
@@ -215,8 +216,10 @@ class CoordinatorState:
             return
         raise refusals.two_protocols(request.job_id, own.request, other.request)
 
-    def _admit(self, roster: Roster, request: JoinRequest) -> None:
-        """Refuse a launch or spec that does not match, or begin a generation if that is allowed."""
+    def _admit(self, roster: Roster, request: JoinRequest) -> int:
+        """Refuse a launch or spec that does not match, or begin a generation if that is allowed.
+        Return how many ranks of an older launch this ends.
+        """
         job = roster.job
         if roster.is_superseded(request.incarnation):
             raise refusals.superseded(job, request.member_id)
@@ -236,7 +239,10 @@ class CoordinatorState:
         if differences or request.incarnation != job.incarnation or (is_new and roster.is_changed):
             following = first_generation(request, self._now)
             following = replace(following, generation=job.generation + 1)
+            ended_count = roster.joined_count
             self._writes += roster.begin(following, self._now)
+            return ended_count
+        return 0
 
     def _seat(self, roster: Roster, request: JoinRequest) -> None:
         known = roster.members.get(request.member_id)
@@ -322,12 +328,12 @@ class CoordinatorState:
         self._refresh(roster, self._advanced(roster, renewed, progress))
         missing = roster.missing_dp_ranks()
         missing_for_s = max(0.0, self._now - roster.incomplete_since) if missing else 0.0
-        self._writes += roster.decide_mix(self._now)
-        told = roster.ledger.mixes(roster.job, progress.known_entry)
+        self._writes += roster.decide(self._now)
+        news = roster.ledger.midway(roster.job, progress.known_entry)
         proposal = roster.mixing.proposal
         count = roster.missing_count
         return MemberVerdict(
-            progress.member_id, None, missing, missing_for_s, proposal, told, count,
+            progress.member_id, None, missing, missing_for_s, proposal, news, count,
             len(roster.replaced),
         )  # fmt: skip
 
@@ -415,8 +421,16 @@ class CoordinatorState:
             answer, writes = roster.mix(request.mix, request.by, self._now)
             self._writes += writes
             return answer
+        if request.tombstones is not None and request.skip is None and request.mix is None:
+            answer, writes = roster.take_out(request.tombstones, request.by, self._now)
+            self._writes += writes
+            return answer
+        if request.skip is None or request.mix is not None or request.tombstones is not None:
+            raise ConfigError("ask for one change: steps, rows or weights", field="skip")
         job, is_idle = roster.job, roster.is_idle
-        entry, writes = roster.ledger.change(job, request, self._now, is_idle=is_idle)
+        entry, writes = roster.ledger.skip(
+            job, request.skip, request.by, self._now, is_idle=is_idle
+        )
         self._writes += writes
         batch = job.spec.global_batch
         return ChangeResponse(entry, not is_idle, job.epoch, job.cursor, batch)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 OFFSET_MAX = (1 << 31) - 1
 TEXTS = frozenset(kind.id for kind in (pa.string(), pa.large_string(), pa.string_view()))
@@ -161,6 +162,19 @@ def decoded(array: pa.Array) -> pa.Array:
         runs = np.searchsorted(ends, places, side="right")
         return _taken(decoded(array.values), pa.array(runs))
     return array
+
+
+def take_rows(array: pa.Array, rows: NDArray[np.int64]) -> pa.Array:
+    """Return these rows of an array of any type.
+
+    Shapes:  rows: int64[n], any order.
+    """
+    try:
+        return array.take(pa.array(rows))
+    except pa.ArrowNotImplementedError:  # Arrow cannot take rows of views or of run ends
+        runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
+        some = [array.slice(run[0], len(run)) for run in runs if len(run)]
+        return pa.concat_arrays([array[:0], *some])
 
 
 def _taken(values: pa.Array, rows: pa.Array) -> pa.Array:

@@ -2,8 +2,8 @@
 mixture.
 
 1. Changes are entries of the job's ledger. A launch applies those that existed when it began, so
-   that all of its ranks apply the same ones. Only changed weights take effect during a launch, at a
-   position that no rank has passed.
+   that all of its ranks apply the same ones. Only changed weights, and rows that all ranks have
+   agreed to leave out, take effect during a launch, at a position that no rank has passed.
 2. A skip applies to one order of rows, and a tombstone to one layout of the dataset and one view of
    its rows. If the order or the layout differs, the change is ignored.
 3. Positions are never renumbered. All ranks pass over a skipped position at the same place.
@@ -24,7 +24,14 @@ from msgspec import Struct, structs
 from dataplane.model.config import JobSpec, Stage
 from dataplane.model.errors import ConfigError
 from dataplane.model.ledger import PLACE_MAX, LedgerEntry, LedgerPosition, canonical
-from dataplane.model.records import DatasetIdentity, End, MixHistory, ShareChange, Unsigned
+from dataplane.model.records import (
+    DatasetIdentity,
+    End,
+    MixHistory,
+    ShareChange,
+    Tombstone,
+    Unsigned,
+)
 
 SKIP, TOMBSTONE, MIX = "skip", "tombstone", "mix"
 WEIGHTS = "weights"
@@ -185,27 +192,6 @@ class Skip(Struct, frozen=True, order=True):
     end: int
 
 
-class Tombstone(Struct, frozen=True, order=True):
-    """A row of a shard of a source that was removed, or with ALL_ROWS the shard; all numbers are
-    0-based. `of_view` is the row's number among the rows of its block that are in the job's view,
-    or None for the first one.
-    """
-
-    shard: Unsigned
-    row: Unsigned
-    source: Unsigned = 0
-    of_view: Unsigned | None = None
-
-    @property
-    def numbers(self) -> list[int]:
-        """Return the form that ledgers store: shard and row, then every other field whose value is
-        not its default.
-        """
-        if self.of_view is not None:
-            return [self.shard, self.row, self.source, self.of_view]
-        return [self.shard, self.row, *([self.source] if self.source else [])]
-
-
 class TakenOut(Struct, frozen=True):
     """A row or a shard that a loader removed at this place of its run, which has no coordinator:
     SHARD:ROW or SHARD, in a mixture after SOURCE:. Once the job is open, SHARD is a url, and
@@ -352,9 +338,15 @@ def skip_payload(skip: Skip, spec: JobSpec, dataset: DatasetIdentity) -> str:
     return canonical({**facts, "steps": f"{first}:{stop}", "global_batch": spec.global_batch})
 
 
-def tombstone_payload(rows: Iterable[Tombstone], spec: JobSpec, dataset: DatasetIdentity) -> str:
-    """Return the payload of an entry that removes these rows."""
+def tombstone_payload(
+    rows: Iterable[Tombstone], spec: JobSpec, dataset: DatasetIdentity, generation: int = 0
+) -> str:
+    """Return the payload of an entry that removes these rows: for the launch of this generation
+    from the entry's position on, if given, and for later launches from their start on.
+    """
     facts: dict[str, Any] = {"rows": [row.numbers for row in rows]}
+    if generation:
+        facts["generation"] = generation
     if spec.mixture is not None:
         facts["sources"] = [source.name for source in spec.mixture.sources]
     return canonical({**facts, "layout": rows_layout(spec, dataset)})
@@ -413,21 +405,45 @@ def in_force(
     """Return the entries that are changes and apply to a launch of this job; with `last`, only the
     entries up to this number.
     """
-    return _holding(
+    return holding(
         [entry for entry in entries if entry.kind in (SKIP, TOMBSTONE)], spec, dataset, last
     )
 
 
-def mixes_in_force(
-    entries: Iterable[LedgerEntry], spec: JobSpec, dataset: DatasetIdentity
+def is_midway(entry: LedgerEntry, generation: int | None) -> bool:
+    """Return whether an entry takes effect within the launch of this generation, or of any."""
+    if entry.kind != TOMBSTONE:
+        return entry.kind == MIX
+    own = facts_of(entry).get("generation")
+    return own is not None and generation in (None, own)
+
+
+def apart(
+    entries: Iterable[LedgerEntry], generation: int
+) -> tuple[tuple[LedgerEntry, ...], tuple[LedgerEntry, ...]]:
+    """Divide entries into those that hold for the whole launch of this generation, and those that
+    take effect within it.
+    """
+    some = tuple(entries)
+    midway = tuple(entry for entry in some if is_midway(entry, generation))
+    return tuple(entry for entry in some if entry not in midway), midway
+
+
+def taken_by(
+    entries: Iterable[LedgerEntry], generation: int | None, place: LedgerPosition
 ) -> tuple[LedgerEntry, ...]:
-    """Return the entries that set weights for this job."""
-    return _holding([entry for entry in entries if entry.kind == MIX], spec, dataset)
+    """Return these entries without the rows that a launch leaves out only behind this place."""
+    return tuple(
+        entry
+        for entry in entries
+        if entry.kind != TOMBSTONE or entry.position <= place or not is_midway(entry, generation)
+    )
 
 
-def _holding(
+def holding(
     some: Sequence[LedgerEntry], spec: JobSpec, dataset: DatasetIdentity, last: int | None = None
 ) -> tuple[LedgerEntry, ...]:
+    """Return those of these changes that are changes of this job."""
     if not some:
         return ()
     key = order_key(spec, dataset)
@@ -453,14 +469,27 @@ def changes_at(
     """
     launches = [entry for entry in entries if entry.kind in ("start", "end")]
     is_running = bool(launches) and launches[-1].kind == "start"
-    last: int | None = None
     if launches and (is_running or place < reached):
         starts = [
             launch for launch in launches if launch.kind == "start" and launch.position <= place
         ]
-        last = last_change_of(starts[-1]) if starts else 0
+        entries = launch_entries(entries, starts[-1], place) if starts else ()
+    elif not launches:  # saved by a loader
+        entries = taken_by(entries, None, place)
     entries = [entry for entry in entries if entry.by != LOADER or entry.position <= place]
-    return changes_of(in_force(entries, spec, dataset, last))
+    return changes_of(in_force(entries, spec, dataset))
+
+
+def launch_entries(
+    entries: Iterable[LedgerEntry], start: LedgerEntry, place: LedgerPosition
+) -> tuple[LedgerEntry, ...]:
+    """Return the entries that a launch with this start applies when it reads this place."""
+    last, generation = last_change_of(start), number_of(start, "generation", 0)
+    return tuple(
+        entry
+        for entry in taken_by(entries, generation, place)
+        if entry.seq <= last or is_midway(entry, generation)
+    )
 
 
 def check_unchanged(

@@ -255,7 +255,8 @@ class CorruptShard(DataplaneError):
     """The bytes of a shard violate its format. Nouns: shard, offset, expected, found."""
 
     remedy: ClassVar[str] = (
-        "write the shard again from its source; another attempt to read it will also fail"
+        'write the shard again from its source, or pass on_bad="replace" to the loader, which then '
+        "reads other rows; another attempt to read it will also fail"
     )
     known: ClassVar[tuple[str, ...]] = (
         "shard",

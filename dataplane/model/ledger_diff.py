@@ -16,17 +16,18 @@ from msgspec import Struct
 
 from dataplane.model.changes import (
     ALL_ROWS,
+    TOMBSTONE,
     Changes,
-    Tombstone,
     changes_of,
     dataset_of,
     in_force,
-    last_change_of,
+    is_midway,
+    launch_entries,
     number_of,
 )
 from dataplane.model.config import JobSpec
 from dataplane.model.ledger import Ledger, LedgerPosition
-from dataplane.model.records import ColumnOptions
+from dataplane.model.records import ColumnOptions, Tombstone
 
 _START = LedgerPosition(0, 0)
 _FORM = {
@@ -234,11 +235,14 @@ def _launches(ledger: Ledger) -> list[_Launch]:
         return [_Launch(_START, ledger.spec.global_batch, changes)]
     launches = [_Launch(_START, number_of(starts[0], "global_batch", 1), Changes())]
     for entry in starts:
-        last = last_change_of(entry)
-        changes = changes_of(in_force(ledger.entries, ledger.spec, dataset, last))
         while launches and launches[-1].at >= entry.position:
             launches.pop()
-        launches.append(_Launch(entry.position, number_of(entry, "global_batch", 1), changes))
+        generation, batch = number_of(entry, "generation", 0), number_of(entry, "global_batch", 1)
+        later = [other for other in ledger.entries if is_midway(other, generation)]
+        places = {other.position for other in later if other.kind == TOMBSTONE}
+        for at in sorted({entry.position, *(place for place in places if place > entry.position)}):
+            some = launch_entries(ledger.entries, entry, at)
+            launches.append(_Launch(at, batch, changes_of(in_force(some, ledger.spec, dataset))))
     return launches
 
 

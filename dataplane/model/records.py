@@ -482,10 +482,42 @@ class Topology:
         return found
 
 
+class Tombstone(Struct, frozen=True, order=True):
+    """A row of a shard of a source that was removed, or with ALL_ROWS the shard; all numbers are
+    0-based. `of_view` is the row's number among the rows of its block that are in the job's view,
+    or None for the first one.
+    """
+
+    shard: Unsigned
+    row: Unsigned
+    source: Unsigned = 0
+    of_view: Unsigned | None = None
+
+    @property
+    def numbers(self) -> list[int]:
+        """Return the form that ledgers store: shard and row, then every other field whose value is
+        not its default.
+        """
+        if self.of_view is not None:
+            return [self.shard, self.row, self.source, self.of_view]
+        return [self.shard, self.row, *([self.source] if self.source else [])]
+
+
+class TakenMidway(Struct, frozen=True):
+    """Rows that were removed while a job ran, from the first step on that begins at this place or
+    later.
+    """
+
+    epoch: Unsigned
+    position: Unsigned
+    rows: tuple[Tombstone, ...]
+
+
 class Stream(Struct, frozen=True):
     """The batches that one consumer reads: steps `first_step, first_step + step_stride, …` of the
     slice of `dp_rank` in `dp_size` that starts at `cursor` (samples consumed so far by all ranks).
-    `mix` has the weights of a mixture; None means the weights of the job's spec.
+    `mix` has the weights of a mixture; None means the weights of the job's spec. `gone` has the
+    rows that were removed since the job's launch began.
     """
 
     epoch: Unsigned
@@ -495,6 +527,7 @@ class Stream(Struct, frozen=True):
     first_step: Unsigned = 0
     step_stride: Unsigned = 1
     mix: MixHistory | None = None
+    gone: tuple[TakenMidway, ...] = ()
 
 
 class StorePause(Struct, frozen=True, array_like=True, tag=True):

@@ -22,7 +22,6 @@ from msgspec import structs
 from msgspec.structs import replace
 
 from dataplane.index.viewing import check_files, check_left_out, explaining_folders
-from dataplane.model.changes import Tombstone
 from dataplane.model.config import JobSpec, MixtureSpec, NodeConfig, SourceSpec, check_source_count
 from dataplane.model.errors import ConfigError
 from dataplane.model.joined import FILES, IMAGE
@@ -34,6 +33,8 @@ from dataplane.model.records import (
     MixHistory,
     MixUnit,
     ScheduledShares,
+    TakenMidway,
+    Tombstone,
 )
 from dataplane.model.redact import redacted, unsigned
 from dataplane.node.dataset import Dataset, can_pack, dataset_of
@@ -484,9 +485,10 @@ class Orders:
         epoch: int,
         mix: MixHistory | None = None,
         tombstones: Sequence[Tombstone] = (),
+        midway: tuple[TakenMidway, ...] = (),
     ) -> SampleOrder:
         """Return the order of an epoch of a job over these datasets, with the weights of `mix`, and
-        without the removed rows.
+        without the removed rows, those included that were removed `midway`.
 
         Raises:  DataplaneError: the order cannot be made; the next call tries again.
         """
@@ -501,11 +503,12 @@ class Orders:
             column_options=ColumnOptions(),
             view=samples_of(spec.view, spec.seed)[0],
         )
-        key = (named, epoch, tuple(tombstones), is_reduced(spec, manifests, epoch))
+        key = (named, epoch, tuple(tombstones), midway, is_reduced(spec, manifests, epoch))
         future = self._orders.get(key)
         if future is None:
             loop = asyncio.get_running_loop()
-            future = loop.run_in_executor(None, delivered_order, spec, manifests, epoch, tombstones)
+            made = partial(delivered_order, spec, manifests, epoch, tombstones, midway)
+            future = loop.run_in_executor(None, made)
             self._orders[key] = future
             future.add_done_callback(partial(self._forget_failed, key))
             if len(self._orders) > _ORDERS_MAX:

@@ -30,6 +30,7 @@ from dataplane.model.errors import (
     FunctionError,
     NeighbourGone,
     NotKept,
+    ShardNotFound,
 )
 from dataplane.model.records import BlockForm, Region
 from dataplane.neighbours import wire
@@ -498,7 +499,8 @@ class OtherBlocks:
         other block, or all blocks that may be tried were tried.
         """
         tried = self._tried.pop(effect.key, {effect.block})
-        if not isinstance(error, CorruptShard | FunctionError) or error.nouns.get("shard") is None:
+        bad = CorruptShard | FunctionError | ShardNotFound  # the last of a local file
+        if not isinstance(error, bad) or error.nouns.get("shard") is None:
             return False
         if not dataset.message.view.bad_max or self._connect is None:
             return False

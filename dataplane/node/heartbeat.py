@@ -35,8 +35,10 @@ from dataplane.node.pool import WorkerPool
 from dataplane.rpc import membership
 from dataplane.rpc.base import Coordination
 from dataplane.rpc.membership import NodeReads
+from dataplane.rpc.sharing import NodeWork
 from dataplane.store.connect import Stores
 from dataplane.store.outage import Outages
+from dataplane.transforms.columns import shown
 
 # A lease survives two lost beats.
 _BEATS_A_LEASE = 3
@@ -110,6 +112,7 @@ class Heartbeat:
         self._waits_s = config.task_timeout_s
         self._coordinator = config.coordinator
         self._registered = asyncio.Event()
+        self._is_draining = False
         self._last_error: PeerLost | None = None
         self._beat_s = min(config.lease_s / _BEATS_A_LEASE, _BEAT_S_MAX)
         self._verdicts: Sequence[membership.MemberVerdict] = ()
@@ -192,10 +195,11 @@ class Heartbeat:
             except DataplaneError as error:
                 self._trace.failed("heartbeat", error=error)
 
-    def tick(self) -> None:
+    def tick(self, *, is_draining: bool = False) -> None:
         """Fail requests that wait for the coordinator before their trainers give up; call this
         about twice a second.
         """
+        self._is_draining = is_draining
         now, node_id = time.monotonic(), self._node.node_id
         for member in list(self._jobs.members.values()):  # a copy: sending may remove members
             if member.following is not None and member.following.is_overdue(now, self._waits_s):
@@ -216,6 +220,16 @@ class Heartbeat:
                 await self._jobs.joined.wait()
         self._jobs.joined.clear()
 
+    def _draining(self) -> Iterator[NodeWork]:
+        """Yield the jobs whose loaders a draining node waits for, as work that it reports."""
+        if self._is_draining:
+            ranks = dict[str, list[int]]()
+            for member in self._jobs.members.values():
+                ranks.setdefault(member.job_id, []).append(member.request.topology.rank)
+            for job_id, of_job in sorted(ranks.items())[:_OUTAGES_MAX]:
+                what = f"draining until ranks {shown(map(str, sorted(of_job)))} close their loaders"
+                yield NodeWork(what, f"job {job_id}", 0, 0, "")
+
     async def _beat(self) -> None:
         members = list(self._jobs.members.values())
         replaced = self._engine.replaced
@@ -225,7 +239,7 @@ class Heartbeat:
         request = membership.HeartbeatRequest(
             self._node, progress, away, holds.count, holds.longest_s, self._reads(), known,
             self._engine.scheduler.is_short, self._engine.scheduler.held,
-            tuple(all_work()[:_OUTAGES_MAX]),
+            (*self._draining(), *all_work()[:_OUTAGES_MAX]),
         )  # fmt: skip
         answer = await self._coordination.heartbeat(request)
         self._learn(answer, known)
@@ -328,6 +342,8 @@ class Heartbeat:
 
     def _end(self, member: ServedMember, error: DataplaneError) -> None:
         """Answer the member's waiting requests, and its next one, with this error."""
+        rank = member.request.topology.rank
+        self._trace.failed("rank ended", job=member.job_id, rank=rank, error=error)
         member.error = error
         member.gathered.set()
         # A copy: sending may find that the trainer is gone, which closes its streams.

@@ -20,11 +20,11 @@ from msgspec.structs import replace
 from dataplane.base import background
 from dataplane.base.meters import JobMeter, RankMeter
 from dataplane.base.trace import Trace
-from dataplane.model.changes import LOADER, MIX, EpochSteps, changes_of, check_unchanged
+from dataplane.model.changes import LOADER, EpochSteps, apart, changes_of, check_unchanged
 from dataplane.model.config import JobSpec, NodeConfig
 from dataplane.model.errors import ClosedError, ConfigError, DataplaneError
 from dataplane.model.ledger import LedgerPosition
-from dataplane.model.records import MixHistory, Stream
+from dataplane.model.records import Stream
 from dataplane.node.dataset import Dataset
 from dataplane.node.datasets import Orders, check_left, declared, lacks_left, shown
 from dataplane.node.delivery import (
@@ -38,7 +38,8 @@ from dataplane.node.delivery import (
     slab_sizes,
 )
 from dataplane.node.engine import Engine
-from dataplane.node.member import Following, ServedMember, mix_of, progress_of
+from dataplane.node.following import Following
+from dataplane.node.member import ServedMember, mix_of, progress_of
 from dataplane.node.neighbours import JobTables
 from dataplane.node.opener import (
     DatasetOpener,
@@ -143,6 +144,9 @@ class Jobs:
         )
         delivery = member.delivery
         layout = delivery.layout
+        ended = _ended(member)
+        if ended:
+            _trace.failed("a launch ended another", job=request.job_id, why=ended[0])
         return member, messages.JobOpened(
             opened.spec,
             opened.spec.digest(),
@@ -156,7 +160,7 @@ class Jobs:
             member.pixels,
             index_s=indexed - began,
             plan_s=time.monotonic() - indexed,
-            advice=_advice(opened, member, self._config.block_arena_bytes),
+            advice=(*ended, *_advice(opened, member, self._config.block_arena_bytes)),
             entries=(*member.entries, *(member.following.entries if member.following else ())),
             finishing=opened.finishing,
             gone=member.request.gone,
@@ -188,8 +192,7 @@ class Jobs:
         sizes = slab_sizes(
             opened.largest, spec, place.dp_size, slab_bytes, samples, opened.collated
         )
-        mixes = [entry for entry in joined.entries if entry.kind == MIX]
-        entries = tuple(entry for entry in joined.entries if entry.kind != MIX)
+        entries, midway = apart(joined.entries, joined.generation)
         try:
             known, added = own_entries(
                 request.gone, spec, opened.identity, opened.manifests, entries
@@ -203,10 +206,8 @@ class Jobs:
             raise
         delivery.users += 1
         self.tables.joined(joined.nodes)
-        following = None
-        if spec.mixture is not None:
-            release = partial(self._release, delivery)
-            following = Following(mixes, spec.global_batch, release, follows=request.follows)
+        release = partial(self._release, delivery)
+        following = Following(midway, spec.global_batch, release, follows=request.follows)
         meter = self._meter(request.job_id, request.topology.rank)
         delivery.meter = meter.job
         member = ServedMember(
@@ -301,7 +302,7 @@ class Jobs:
     async def rejoin(self, member: ServedMember) -> None:
         """Join again after the lease ran out."""
         joined = await self.places.rejoin(member.joining)
-        entries = tuple(entry for entry in joined.entries if entry.kind != MIX)
+        entries, _ = apart(joined.entries, joined.generation)
         kept = tuple(entry for entry in member.entries if entry.by != LOADER)
         check_unchanged(member.job_id, kept, entries)
         member.generation = joined.generation
@@ -378,6 +379,18 @@ def _group(request: messages.OpenJob, spec: JobSpec, *, alone: int) -> object:
     changes = changes_of(request.entries)
     shared = request.sharing, spec, place.dp_rank, place.dp_size, changes
     return shared if request.sharing else alone
+
+
+def _ended(member: ServedMember) -> tuple[str, ...]:
+    """Return a warning if the member's launch has ended an older one that still ran."""
+    count = 0 if member.joined is None else member.joined.ended_count
+    if not count:
+        return ()
+    said = (
+        f"job {member.job_id!r} was being read by {count} ranks of another launch, which ends now:"
+        " if both were to run, give this one another name="
+    )
+    return (said,)
 
 
 def _advice(job: OpenedJob, member: ServedMember, arena_bytes: int) -> tuple[str, ...]:
@@ -467,10 +480,11 @@ class Streams:
             request.first_step,
             request.step_stride,
             mix_of(member.spec, request.mix),
+            () if member.following is None else member.following.gone(request.known_entry),
         )
         ahead = self._made_ahead(member, at)
         if ahead is None:
-            walk = _walk(member, await self._order(member, at.epoch, at.mix), at)
+            walk = _walk(member, await self._order(member, at, at.epoch), at)
             await ready(member)
             if member.closed:
                 raise ClosedError(f"job {member.job_id!r} was closed while it was opened")
@@ -535,7 +549,7 @@ class Streams:
     async def _next_order(self, member: ServedMember, stream: ServedStream) -> SampleOrder | None:
         try:
             at = stream.walk.stream
-            return await self._order(member, at.epoch + 1, at.mix)
+            return await self._order(member, at, at.epoch + 1)
         except DataplaneError:
             return None  # the trainer gets the error when it requests that epoch
 
@@ -546,7 +560,7 @@ class Streams:
         is_only = [*member.streams.values()] == [stream] and member.next_epoch is None
         if order is None or stream.is_closed or not is_only or member.closed:
             return
-        at = Stream(now.epoch + 1, 0, now.dp_rank, now.dp_size, 0, 1, now.mix)
+        at = Stream(now.epoch + 1, 0, now.dp_rank, now.dp_size, 0, 1, now.mix, now.gone)
         walk = _walk(member, order, at, is_ahead=True)
         member.next_epoch = self._opened(member, walk, stream.send, after=stream)
 
@@ -557,12 +571,11 @@ class Streams:
         member.streams.clear()
         member.next_epoch = None
 
-    async def _order(
-        self, member: ServedMember, epoch: int, mix: MixHistory | None = None
-    ) -> SampleOrder:
+    async def _order(self, member: ServedMember, at: Stream, epoch: int) -> SampleOrder:
+        """Return the order of an epoch, as it holds for this stream."""
         check_left(member.request, member.spec, epoch)
-        gone = member.changes.tombstones
-        return await self._orders.of(member.spec, member.opened.manifests, epoch, mix, gone)
+        gone, manifests = member.changes.tombstones, member.opened.manifests
+        return await self._orders.of(member.spec, manifests, epoch, at.mix, gone, at.gone)
 
 
 def _walk(member: ServedMember, order: SampleOrder, at: Stream, *, is_ahead: bool = False) -> Walk:

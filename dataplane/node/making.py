@@ -341,7 +341,9 @@ class Making:
         try:
             gone, made = opened.changes.tombstones, opened.job
             check_left(opened.opening, made.spec, at.epoch)
-            order = await self._opener.orders.of(made.spec, made.manifests, at.epoch, at.mix, gone)
+            order = await self._opener.orders.of(
+                made.spec, made.manifests, at.epoch, at.mix, gone, at.gone
+            )
         except Exception as error:  # noqa: BLE001 - a bad request must not affect other nodes
             self._tell(job, _NOT_MADE, repr(error))
             place.drop(stream)

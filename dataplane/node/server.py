@@ -522,7 +522,7 @@ class NodeServer:
             while beating is not None and not self._is_done(stop):
                 self.door.tick()
                 self.engine.tick()
-                self.heartbeat.tick()
+                self.heartbeat.tick(is_draining=self.draining)
                 self._neighbours.tick()
                 await wait_stop(stop, _TICK_S, is_draining=self.draining)
                 if stop.is_set() and time.monotonic() >= says_again_at:

@@ -9,6 +9,8 @@
 from __future__ import annotations
 
 import functools
+from bisect import bisect_right
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -503,3 +505,38 @@ class TombstonedOrder:
         Shapes:  blocks: int64[n].
         """
         return [self._substitutes.documents(block) for block in blocks.tolist()]
+
+
+class MidwayOrder:
+    """An order of samples of which rows are removed within the epoch: from each of these positions
+    on, ascending from 0, another order holds.
+    """
+
+    def __init__(self, parts: Sequence[tuple[int, SampleOrder]]) -> None:
+        self._begins = [begin for begin, _ in parts]
+        self._orders = [order for _, order in parts]
+
+    @property
+    def sample_count(self) -> int:
+        """The number of positions: the same in all parts."""
+        return self._orders[0].sample_count
+
+    def at(self, position: int) -> SampleOrder:
+        """Return the order that holds for a step that begins here."""
+        return self._orders[bisect_right(self._begins, position) - 1]
+
+    def locate(self, positions: Int64) -> tuple[Int64, Int64]:
+        """Implement `SampleOrder.locate`."""
+        of_part = np.searchsorted(self._begins, positions, side="right") - 1
+        blocks, rows = np.empty_like(positions), np.empty_like(positions)
+        for part in np.unique(of_part).tolist():
+            own = of_part == part
+            blocks[own], rows[own] = self._orders[part].locate(positions[own])
+        return blocks, rows
+
+    def block_span(self, blocks: Int64) -> tuple[Int64, Int64]:
+        """Implement `SampleOrder.block_span`: the span over all parts."""
+        firsts, lasts = zip(*(order.block_span(blocks) for order in self._orders), strict=True)
+        last = np.max(lasts, axis=0)
+        first = np.where(np.array(firsts) < 0, last, firsts).min(axis=0)
+        return first, last

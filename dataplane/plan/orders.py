@@ -9,14 +9,20 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec.structs import replace
 
-from dataplane.model.changes import Tombstone
 from dataplane.model.config import JobSpec
 from dataplane.model.errors import ConfigError
-from dataplane.model.records import MixHistory, ShareChange, View
+from dataplane.model.records import MixHistory, ShareChange, TakenMidway, Tombstone, View
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.mixed_order import NEVER, MixedOrder, SourceOrder
 from dataplane.plan.mixture import EpochPlan, Mixed, plan_of
-from dataplane.plan.order import Order, PassRead, SampleOrder, TombstonedOrder, TracedOrder
+from dataplane.plan.order import (
+    MidwayOrder,
+    Order,
+    PassRead,
+    SampleOrder,
+    TombstonedOrder,
+    TracedOrder,
+)
 from dataplane.plan.permute import Words
 from dataplane.plan.shards import starts_of
 from dataplane.plan.texts import Bools, Int64
@@ -231,16 +237,26 @@ def _planned(mixed: Mixed, epoch: int, changes: tuple[ShareChange, ...]) -> Epoc
 
 
 def delivered_order(
-    spec: JobSpec, manifests: Sequence[Manifest], epoch: int, tombstones: Sequence[Tombstone]
+    spec: JobSpec,
+    manifests: Sequence[Manifest],
+    epoch: int,
+    tombstones: Sequence[Tombstone],
+    midway: Sequence[TakenMidway] = (),
 ) -> SampleOrder:
-    """Return the order of an epoch of a job from which rows were removed.
+    """Return the order of an epoch of a job from which rows were removed, some of them `midway`.
 
     Raises:  ConfigError: as `job_order`; these rows cannot be removed.
     """
-    order = job_order(spec, manifests, epoch)
-    if not tombstones:
-        return order
-    return TombstonedOrder(order, Substitutes(spec, manifests, tombstones))
+    order, gone = job_order(spec, manifests, epoch), set(tombstones)
+    parts: list[tuple[int, SampleOrder]] = []
+    for position in sorted({0, *(taken.position for taken in midway if taken.epoch == epoch)}):
+        here = (epoch, position)
+        gone.update(*(taken.rows for taken in midway if (taken.epoch, taken.position) <= here))
+        of_part: SampleOrder = order
+        if gone:
+            of_part = TombstonedOrder(order, Substitutes(spec, manifests, sorted(gone)))
+        parts.append((position, of_part))
+    return parts[0][1] if len(parts) == 1 else MidwayOrder(parts)
 
 
 def mixed_of(spec: JobSpec, counts: Sequence[int]) -> Mixed:

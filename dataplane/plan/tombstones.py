@@ -27,13 +27,12 @@ from dataplane.model.changes import (
     Gaps,
     TakenDocument,
     TakenOut,
-    Tombstone,
     tombstone_payload,
 )
 from dataplane.model.config import JobSpec
 from dataplane.model.errors import ConfigError
 from dataplane.model.ledger import LedgerEntry, LedgerPosition
-from dataplane.model.records import DatasetIdentity, End, View
+from dataplane.model.records import DatasetIdentity, End, Tombstone, View
 from dataplane.model.redact import unsigned
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import SampleOrder, TracedOrder

@@ -48,7 +48,7 @@ _SHARED: dict[str, type] = {
     "LedgerMark": ledger.LedgerMark,
     "LedgerPosition": ledger.LedgerPosition,
     "ReplacedRow": changes.ReplacedRow,
-    "Tombstone": changes.Tombstone,
+    "Tombstone": records.Tombstone,
 }
 # Values that are encoded by codec.py and sent as bytes, so that a new option needs no change of the
 # proto files.

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from msgspec import Struct, field
 
-from dataplane.model.changes import ReplacedRow, Tombstone
+from dataplane.model.changes import ReplacedRow
 from dataplane.model.config import JobSpec
 from dataplane.model.errors import DataplaneError
 from dataplane.model.ledger import LedgerEntry, LedgerMark, LedgerPosition
-from dataplane.model.records import DatasetIdentity, MixHistory, Topology
+from dataplane.model.records import DatasetIdentity, MixHistory, Tombstone, Topology
 from dataplane.rpc.sharing import NodeWork
 
 
@@ -109,7 +109,8 @@ class JoinResponse(Struct, frozen=True):
     """The rank has its place. `nodes` is None if the node already has other members in this job, or
     if it is too early; heartbeats then bring the nodes. `entries` are the changes of the launch.
     `mark` is the ledger's last entry when the generation began, `marks` are the last entries now.
-    `is_complete`: no dp rank of the launch is missing.
+    `is_complete`: no dp rank of the launch is missing. `ended_count` ranks of an older launch were
+    ended by this join.
     """
 
     generation: int
@@ -119,6 +120,7 @@ class JoinResponse(Struct, frozen=True):
     mark: LedgerMark | None = None
     marks: tuple[LedgerMark, ...] = ()
     is_complete: bool = False
+    ended_count: int = 0
 
     @property
     def knows_all_nodes(self) -> bool:

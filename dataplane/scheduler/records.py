@@ -10,7 +10,7 @@ from msgspec import Struct, field
 
 from dataplane.arena.slots import AHEAD_SLOTS_MIN, Slots
 from dataplane.model.errors import DataplaneError
-from dataplane.model.records import MixHistory, Region
+from dataplane.model.records import MixHistory, Region, TakenMidway
 from dataplane.plan.order import SampleOrder
 from dataplane.rpc.tasks import Assembled
 from dataplane.scheduler.dataset import BlockName, DatasetBlocks, DatasetLookup, Ints, Stamps
@@ -126,8 +126,10 @@ class BlockChange(Struct, frozen=True):
 
 NONE = np.empty(0, np.int64)
 
-SlabKey = tuple[int, int, int, int, MixHistory | None]
-"""Epoch, first position, stride and number of the steps, and the weights of a mixture."""
+SlabKey = tuple[int, int, int, int, MixHistory | None, tuple[TakenMidway, ...]]
+"""Epoch, first position, stride and number of the steps, the weights of a mixture, and the rows
+that were removed since the launch began.
+"""
 
 
 class Moment(Struct):

@@ -359,7 +359,8 @@ def _key(task: SlabTask) -> SlabKey:
     """Return everything that determines the bytes of a slab, besides its group."""
     walk = task.stream.walk
     at = walk.stream
-    return at.epoch, walk.position_of(task.plan), at.step_stride, len(task.plan.batches), at.mix
+    begin, count = walk.position_of(task.plan), len(task.plan.batches)
+    return at.epoch, begin, at.step_stride, count, at.mix, at.gone
 
 
 def _need(slab: SharedSlab, behind: Sequence[_Behind]) -> _Need:

@@ -25,7 +25,7 @@ from dataplane.model.changes import NO_GAPS, EpochSteps, Gaps, TakenDocument
 from dataplane.model.config import JobSpec
 from dataplane.model.errors import ConfigError
 from dataplane.model.records import Stream
-from dataplane.plan.order import SampleOrder, TombstonedOrder
+from dataplane.plan.order import MidwayOrder, SampleOrder, TombstonedOrder
 from dataplane.plan.packs import DrawsPacks, drawn_rows
 from dataplane.plan.slices import Slice
 from dataplane.plan.windows import distinct
@@ -295,15 +295,30 @@ class Walk:
         if self.is_aligned:
             ordinal = self.gaps.live(self.position) // (self.global_batch * stride)
             count = min(count, self.sizes.batches - ordinal % self.sizes.batches)
+        count = self._unchanged(count)
         if self.collate is None or self.is_aligned or self.is_light or self.sizes.is_timed:
             self._batch_count = min(self._batch_count * 2, self.sizes.batches)
         return self._plan(count)
+
+    def _order_at(self, step: int) -> SampleOrder:
+        order = self.order
+        return order.at(self.steps.begin(step)) if isinstance(order, MidwayOrder) else order
+
+    def _unchanged(self, count: int) -> int:
+        """Return how many of this many steps from the next one on have one order."""
+        if not isinstance(self.order, MidwayOrder):
+            return count
+        first, stride = self._next_step, self.stream.step_stride
+        own = self._order_at(first)
+        return next(
+            (at for at in range(count) if self._order_at(first + at * stride) is not own), count
+        )
 
     def _plan(self, count: int) -> Plan:
         first, stride = self._next_step, self.stream.step_stride
         steps = self._slice.positions_of_steps(first, count, stride)
         try:
-            used, row_index, packs = self._rows_at(steps.positions)
+            used, row_index, packs = self._rows_at(steps.positions, self._order_at(first))
         except ConfigError:
             # Plan fewer batches: here, one source is drawn more often than a row index can express.
             if count == 1:
@@ -321,19 +336,19 @@ class Walk:
         return plan
 
     def _rows_at(
-        self, positions: Ints
+        self, positions: Ints, order: SampleOrder
     ) -> tuple[Ints, npt.NDArray[np.int32], tuple[BlockPacks, ...]]:
         """Return the blocks, the row index and the packs of a plan of these positions."""
         if self.is_light:
             return _NO_BLOCKS, _NO_ROWS, ()
-        blocks, rows = self.order.locate(positions)
+        blocks, rows = order.locate(positions)
         used, index = distinct(blocks)
         packs: tuple[BlockPacks, ...] = ()
         if self._draws_packs:
-            drawn = drawn_rows(cast(DrawsPacks, self.order), positions, blocks, rows, index)
+            drawn = drawn_rows(cast(DrawsPacks, order), positions, blocks, rows, index)
             rows, packs = drawn.rows, tuple(map(BlockPacks, drawn.keys))
-        if self._tells_rows and isinstance(self.order, TombstonedOrder):
-            packs = self._without(self.order.taken_out(used), packs)
+        if self._tells_rows and isinstance(order, TombstonedOrder):
+            packs = self._without(order.taken_out(used), packs)
         row_index = np.empty((len(blocks), 2), np.int32)
         row_index[:, 0], row_index[:, 1] = index, rows
         return used, row_index, packs

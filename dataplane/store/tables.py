@@ -106,7 +106,11 @@ def _refusal(root: str, why: str, way: str) -> ConfigError:
 def _delta(root: str, version: int | None, connect: Callable[[str], Store]) -> OpenTable:
     from deltalake import DeltaTable
 
-    table = DeltaTable(root.removeprefix(FILE_PREFIX), version=version)
+    path = root.removeprefix(FILE_PREFIX)
+    if not DeltaTable.is_deltatable(path):
+        way = f"restore the log, or pass {root} for all Parquet files of the folder"
+        raise _refusal(root, "is no Delta table, since its _delta_log has no version", way)
+    table = DeltaTable(path, version=version)
     name = f"delta+{root}@{table.version()}"
     settings = table.metadata().configuration
     if settings.get("delta.columnMapping.mode", "none") != "none":

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import math
 import numbers
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec
 
 from msgspec import Struct
 
-from dataplane.base.units import whole
+from dataplane.base.units import meant, whole
 from dataplane.model.config import check_source_count
 from dataplane.model.errors import ConfigError
 from dataplane.model.records import Exhausted, MixUnit, View
@@ -80,6 +82,38 @@ class MixStep(NamedTuple):
     step: int
 
 
+_P = ParamSpec("_P")
+_MEANT = {
+    **dict.fromkeys(
+        ("iterate_over_all", "stopping_strategy", "stop_strategy", "stop_on_empty_dataset"),
+        'use exhausted="stop", "renormalise" or "cycle"',
+    ),
+    **dict.fromkeys(
+        ("weights", "probabilities", "proportions", "datasets", "streams"),
+        "give Mixture({name: Source(url, weight=…), …})",
+    ),
+    **dict.fromkeys(("seed", "shuffle", "batch_size"), "pass it to DataLoader"),
+}
+
+
+def _own_arguments(init: Callable[_P, None]) -> Callable[_P, None]:
+    """Wrap an `__init__` to refuse other arguments with a TypeError that says what to use."""
+    known = [*inspect.signature(init).parameters][1:]
+
+    @functools.wraps(init)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        for name in kwargs:
+            if name not in known:
+                way = f": {_MEANT[name]}" if name in _MEANT else meant(name, known)
+                raise TypeError(
+                    f"{init.__qualname__.partition('.')[0]}() has no argument {name!r}{way} "
+                    "(docs/mixtures.md; docs/migrate/names.md for the arguments of other loaders)"
+                )
+        init(*args, **kwargs)
+
+    return checked
+
+
 class Mixture:
     """Datasets that one loader mixes: pass it to DataLoader in place of a url.
 
@@ -101,6 +135,7 @@ class Mixture:
     Raises:  ConfigError: a name, weight or number is invalid.
     """
 
+    @_own_arguments
     def __init__(
         self,
         sources: Mapping[str, Source | Urls],

@@ -10,9 +10,9 @@ import pyarrow as pa
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from dataplane.formats.arrays import take_rows
 from dataplane.model.records import View
 from dataplane.plan.views import chosen, has_shares
-from dataplane.transforms.plain import objects
 
 if TYPE_CHECKING:
     from dataplane.transforms.condition import Bounds, Condition
@@ -105,13 +105,6 @@ def filtered(batch: pa.RecordBatch, mask: Bools) -> pa.RecordBatch:
     """
     if not batch.num_columns:
         return batch.slice(0, int(np.count_nonzero(mask)))
-    marked = pa.array(mask)
-    arrays = [_filtered(array, marked) for array in batch.columns]
+    rows = np.flatnonzero(mask)
+    arrays = [take_rows(array, rows) for array in batch.columns]
     return pa.RecordBatch.from_arrays(arrays, names=batch.schema.names)
-
-
-def _filtered(array: pa.Array, mask: pa.Array) -> pa.Array:
-    try:
-        return array.filter(mask)
-    except pa.ArrowNotImplementedError:  # Arrow cannot filter string views, for example
-        return objects(array).filter(mask)

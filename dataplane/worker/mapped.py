@@ -114,7 +114,11 @@ def _map(path: str, raw: tasks.RawBlockRef) -> MappedShard:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise ShardNotFound(f"{url}: {error}", shard=url) from error
+        raise ShardNotFound(
+            f"{url}: {error.strerror}; it was there when the dataset was indexed: restore it,"
+            ' or pass on_bad="replace", which reads other rows in its place',
+            shard=url,
+        ) from error
     try:
         status = os.fstat(fd)
         _check_etag(url, etag, status)  # includes the size: a shorter file cannot be mapped

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import msgspec
+import numpy as np
 import pyarrow as pa
 from msgspec import Struct
 from msgspec.structs import replace
 
 from dataplane.formats import folders
-from dataplane.formats.arrays import joined
+from dataplane.formats.arrays import joined, take_rows
 from dataplane.formats.base import Format, RawBlock
 from dataplane.formats.faults import bad_rows
 from dataplane.model.changes import BY_BLOCK, ReplacedRow
@@ -176,16 +177,9 @@ def taken(batch: pa.RecordBatch, rows: list[int]) -> pa.RecordBatch:
     """Return these rows of a block; there are as many as the block has."""
     if not batch.num_columns:
         return batch
-    chosen = pa.array(rows, pa.int64())
-    arrays = [_taken(array, chosen) for array in batch.columns]
+    chosen = np.array(rows, np.int64)
+    arrays = [take_rows(array, chosen) for array in batch.columns]
     return pa.RecordBatch.from_arrays(arrays, names=batch.schema.names)
-
-
-def _taken(array: pa.Array, rows: pa.Array) -> pa.Array:
-    try:
-        return array.take(rows)
-    except pa.ArrowNotImplementedError:  # Arrow cannot take rows of string views or of run ends
-        return pa.concat_arrays([array[:0], *(array.slice(row, 1) for row in rows.to_pylist())])
 
 
 def replaced(raw: tasks.RawBlockRef, numbers: Sequence[int], bad: Bad, seed: int) -> list[Replaced]:

@@ -235,7 +235,7 @@ def _decode(state: _State, body: tasks.Decode) -> tasks.Decoded:
     into = state.arenas[0].view(body.into.offset, size)
     state.arenas[0].prepare(body.into.offset, size)
     row_layout.store(batch, dataset.plan.specs, dataset.row_layout, into, places=places)
-    if body.raw.path is not None:
+    if body.bad is None and body.raw.path is not None:
         state.shards.of(body.raw)  # check the file: it may have changed while it was read
     return tasks.Decoded(size, stored=True)
 

@@ -80,6 +80,17 @@ class Shards(IterableDataset[Batch]):
             field="dataset",
         )
 
+    def __getitem__(self, index: object) -> Batch:
+        """Refuse to read single samples.
+
+        Raises:  ConfigError: always.
+        """
+        raise ConfigError(
+            f"shards are read in batches, so dataset[{index!r:.40}] does not exist: take a batch,"
+            " next(iter(loader)), or look at rows with `dataplane inspect --rows`",
+            field="dataset",
+        )
+
     def __repr__(self) -> str:
         return f"Shards({', '.join(self.urls)})"
 

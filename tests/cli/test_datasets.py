@@ -471,3 +471,8 @@ def test_a_wrong_view_is_told(shards: Path, capsys) -> None:
     }.items():
         assert run(["inspect", str(shards), *arguments]) != 0
         assert says in " ".join(capsys.readouterr().err.split())
+
+
+def test_inspect_logs_no_work_of_nodes(shards, capsys):
+    assert run(["inspect", str(shards), "--where", "id >= 2"]) == 0
+    assert "INFO" not in capsys.readouterr().err

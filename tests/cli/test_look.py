@@ -186,3 +186,13 @@ def test_no_secret_of_a_url_is_shown(tmp_path, capsys) -> None:
             texts += capsys.readouterr()
     assert sum("/x.parquet?X-Amz-Signature=***" in text for text in texts) >= 3
     assert not any(secret in text for text in texts for secret in ("hunter2secret", "abcdefsigned"))
+
+
+def test_images_beside_folders_of_classes_are_noted(tmp_path, capsys):
+    for path in ("photos/cat/1.png", "photos/dog/2.png", "photos/3.png"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_bytes(encoded(drawn(4, 4)))
+    assert run(["look", str(tmp_path / "photos"), "--json"]) == 0
+    output = capsys.readouterr()
+    assert "form a class of their own" in json.loads(output.out)["notes"][0]
+    assert "form a class of their own" in output.err

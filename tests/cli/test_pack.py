@@ -244,6 +244,9 @@ def test_a_pack_goes_on_where_it_was_stopped_and_touches_no_other_files(
     assert not (source / "packed").exists()
     with pytest.raises(ConfigError, match="format 'jsonl' cannot be written"):
         packed(source, tmp_path / "e", format_name="jsonl")
+    for name in ("webdataset", "WDS"):
+        with pytest.raises(ConfigError, match=f"format '{name}' cannot.*did you mean 'tar'"):
+            packed(source, tmp_path / "e", format_name=name)
     with pytest.raises(ConfigError, match="no column 'x'"):
         packed(source, tmp_path / "e", columns=["x"])
 

@@ -17,6 +17,7 @@ from fake_node import Script, open_job, serving, steps_of
 from fleet import wait_until
 from forked import forking
 
+from dataplane.client import waiting
 from dataplane.client.endpoint import Embedded, Served, find_endpoint
 from dataplane.client.launch import node_command
 from dataplane.client.session import Session
@@ -449,3 +450,15 @@ def test_a_stream_that_is_left_reports_its_progress(fake, session) -> None:
     stream.consumed = 4
     stream.close()
     wait_until(lambda: [o.cursor for o in node.seen if isinstance(o, CloseStream)] == [4])
+
+
+def test_a_wait_for_a_service_says_soon_what_helps_and_how_long_it_takes(
+    monkeypatch, name, caplog
+) -> None:
+    monkeypatch.setenv("DATAPLANE_STALL_TIMEOUT_S", "0.5")
+    monkeypatch.setattr(waiting, "TELL_AFTER_S", 0.0)
+    with pytest.raises(PeerLost):
+        _ = Session(Served("host:7077", name), open_job()).job
+    first = caplog.messages[0]
+    assert "waiting for a node of service host:7077 on this host for at most " in first
+    assert "start `dataplane serve` here, or `dataplane serve --node --join host:7077`" in first

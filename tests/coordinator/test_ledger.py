@@ -12,11 +12,11 @@ from msgspec.structs import replace
 
 from dataplane.coordinator import ledger
 from dataplane.coordinator.records import LedgerRecord
-from dataplane.model.changes import Changes, ReplacedRow, Skip, Tombstone, changes_of
+from dataplane.model.changes import Changes, ReplacedRow, Skip, changes_of
 from dataplane.model.config import MixtureSpec, SourceSpec
 from dataplane.model.errors import ConfigError
 from dataplane.model.ledger import LedgerEntry, LedgerPosition, faults
-from dataplane.model.records import DatasetIdentity, MixHistory, ShareChange
+from dataplane.model.records import DatasetIdentity, MixHistory, ShareChange, Tombstone
 from dataplane.rpc.membership import (
     ChangeRequest,
     JoinResponse,

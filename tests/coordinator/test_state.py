@@ -23,10 +23,12 @@ from dataplane.rpc.membership import LeaveRequest, StatusRequest
 
 def test_1_a_new_launch_begins_a_generation_and_fences_the_old_one(machine):
     machine.ask(join(0))
-    assert machine.ask(join(0, incarnation="i2")).generation == 2
+    newer = machine.ask(join(0, incarnation="i2"))
+    assert (newer.generation, newer.ended_count) == (2, 1)
     assert isinstance(machine.verdict("m0-i1", 1).error, LeaseExpired)
     assert isinstance(machine.ask(join(0, incarnation="i1")), LeaseFenced)
-    assert machine.ask(join(1, incarnation="i2")).generation == 2
+    second = machine.ask(join(1, incarnation="i2"))
+    assert (second.generation, second.ended_count) == (2, 0)
     assert machine.phases() == {"m0-i2": "joined", "m1-i2": "joined"}
 
 

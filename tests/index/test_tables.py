@@ -259,3 +259,10 @@ def test_iceberg_tables_whose_files_lack_partition_columns_are_refused(
     pq.write_table(with_k.select(["id"]), file)
     with pytest.raises(ConfigError, match="files without the partition column 'k'"):
         index_dataset(f"iceberg+{table.metadata_location}")
+
+
+def test_a_folder_whose_log_has_no_version_is_no_delta_table(tmp_path: Path) -> None:
+    pytest.importorskip("deltalake")
+    (tmp_path / "_delta_log").mkdir()
+    with pytest.raises(ConfigError, match="its _delta_log has no version: restore the log, or"):
+        index_dataset(f"delta+{tmp_path}")

@@ -17,12 +17,20 @@ from dataplane.model.changes import (
     Gaps,
     Skip,
     TakenDocument,
-    Tombstone,
     rows_layout,
 )
 from dataplane.model.config import JobSpec, MixtureSpec, SourceSpec
 from dataplane.model.errors import ConfigError
-from dataplane.model.records import DatasetIdentity, End, Exhausted, PackSpec, Region, Stream, View
+from dataplane.model.records import (
+    DatasetIdentity,
+    End,
+    Exhausted,
+    PackSpec,
+    Region,
+    Stream,
+    Tombstone,
+    View,
+)
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.orders import delivered_order, job_order, order_of
 from dataplane.plan.packed_blocks import given_counts, made, packed

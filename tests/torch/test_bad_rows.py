@@ -24,7 +24,7 @@ from sample_files import litdata_bytes, litdata_index, mds_bytes, megatron_bytes
 from shards import example_bytes, json_lines, npy_bytes, tar_bytes, tfrecord_bytes
 
 from dataplane.cli import run
-from dataplane.model.errors import ConfigError, CorruptShard, FunctionError
+from dataplane.model.errors import ConfigError, CorruptShard, FunctionError, ShardNotFound
 from dataplane.plan.tombstones import substitute, substitute_key
 
 LOG = "service.log"
@@ -291,6 +291,35 @@ def test_bad_rows_are_replaced_alike_everywhere_and_are_in_the_ledger(
         assert {
             row: SHARD * noted["shard"] + noted["instead"] for row, noted in rows.items()
         } == instead
+
+
+def test_a_local_shard_that_was_deleted_since_it_was_indexed_is_replaced(
+    tmp_path: Path, service: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for shard in range(10):
+        table = pa.table({"id": range(shard * 12, shard * 12 + 12)})
+        pq.write_table(table, tmp_path / f"{shard}.parquet", row_group_size=6)
+    manifest = str(tmp_path / "all.manifest")
+    assert run(["index", str(tmp_path), "-o", manifest]) == 0
+    (tmp_path / "4.parquet").unlink()
+    options = {**OPTIONS, "global_batch_size": 12}
+    refused = pytest.raises(ShardNotFound, match=r'4\.parquet: .*on_bad="replace"')
+    with DataLoader(manifest, 12, shuffle=True) as loader, refused:
+        ids(loader)
+    with DataLoader(manifest, **options, name="gone") as loader:
+        whole = ids(loader)
+    assert {*range(ROWS)} - {*whole} == {*range(48, 60)}
+    assert len(whole) == ROWS
+    over = pytest.raises(CorruptShard, match="bad_max")
+    with DataLoader(manifest, name="gone-2", **{**options, "bad_max": 0.05}) as loader, over:
+        ids(loader)
+    ranks = [DataLoader(manifest, name="g", dp_rank=at, dp_size=3, **options) for at in range(3)]
+    parts = [ids(loader) for loader in ranks]
+    for loader in ranks:
+        loader.close()
+    assert [row for rows in zip(*parts, strict=True) for row in rows] == whole
+    noted = quarantined(service, "gone", capsys)
+    assert {(row["shard"], row["row"]) for row in noted} == {(4, row) for row in range(12)}
 
 
 def test_a_bad_block_is_one_line_in_the_log(tmp_path: Path, service: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dataplane_torch import DataLoader, ShardedIterableDataset
+from dataplane_torch import DataLoader, Mixture, ShardedIterableDataset, Source
 from dataplane_torch.arguments import names_shards
 from dataplane_torch.options import DEFAULTS, OTHER_NAMES, UrlOptions
 from dataplane_torch.shards import Shards
@@ -52,6 +52,26 @@ def test_all_unknown_arguments_are_named_at_once_and_no_row_names_an_argument():
     rows = re.split(r"\n(?=\w)", OTHER_NAMES)
     names = {name for row in rows for name in row.partition(": ")[0].split()}
     assert names.isdisjoint(inspect.signature(DataLoader).parameters)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("iterate_over_all", 'use exhausted="stop", "renormalise" or "cycle"'),
+        ("weights", r"give Mixture\(\{name: Source\(url, weight=…\), …\}\)"),
+        ("exhaust", "did you mean 'exhausted'"),
+    ],
+)
+def test_an_unknown_argument_of_a_mixture_is_answered_as_one_of_the_loader(name, says):
+    with pytest.raises(TypeError, match=rf"Mixture\(\) has no argument '{name}'.*{says}.*names.md"):
+        Mixture({"a": Source("s3://bucket/", weight=1)}, **{name: True})
+
+
+def test_a_sample_of_shards_is_refused_with_the_way_to_a_batch(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"id": 1}\n')
+    refusal = pytest.raises(ConfigError, match=r"dataset\[0\] does not exist: take a batch, next")
+    with DataLoader(str(tmp_path), 1) as loader, refusal:
+        loader.dataset[0]
 
 
 def test_every_option_has_a_line_in_the_docstring():

@@ -71,7 +71,7 @@ class JoinRequest(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., dataset: _Optional[str] = ..., spec: _Optional[bytes] = ..., topology: _Optional[_Union[_types_pb2.Topology, _Mapping]] = ..., incarnation: _Optional[str] = ..., member_id: _Optional[str] = ..., node_id: _Optional[str] = ..., sample_count: _Optional[int] = ..., pixels: _Optional[str] = ..., urls: _Optional[_Iterable[str]] = ..., format: _Optional[str] = ..., identity: _Optional[_Union[_types_pb2.DatasetIdentity, _Mapping]] = ...) -> None: ...
 
 class JoinResponse(_message.Message):
-    __slots__ = ("generation", "lease_s", "nodes", "entries", "mark", "marks", "is_complete")
+    __slots__ = ("generation", "lease_s", "nodes", "entries", "mark", "marks", "is_complete", "ended_count")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
@@ -79,6 +79,7 @@ class JoinResponse(_message.Message):
     MARK_FIELD_NUMBER: _ClassVar[int]
     MARKS_FIELD_NUMBER: _ClassVar[int]
     IS_COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    ENDED_COUNT_FIELD_NUMBER: _ClassVar[int]
     generation: int
     lease_s: float
     nodes: JobNodes
@@ -86,7 +87,8 @@ class JoinResponse(_message.Message):
     mark: _types_pb2.LedgerMark
     marks: _containers.RepeatedCompositeFieldContainer[_types_pb2.LedgerMark]
     is_complete: bool
-    def __init__(self, generation: _Optional[int] = ..., lease_s: _Optional[float] = ..., nodes: _Optional[_Union[JobNodes, _Mapping]] = ..., entries: _Optional[_Iterable[_Union[_types_pb2.LedgerEntry, _Mapping]]] = ..., mark: _Optional[_Union[_types_pb2.LedgerMark, _Mapping]] = ..., marks: _Optional[_Iterable[_Union[_types_pb2.LedgerMark, _Mapping]]] = ..., is_complete: bool = ...) -> None: ...
+    ended_count: int
+    def __init__(self, generation: _Optional[int] = ..., lease_s: _Optional[float] = ..., nodes: _Optional[_Union[JobNodes, _Mapping]] = ..., entries: _Optional[_Iterable[_Union[_types_pb2.LedgerEntry, _Mapping]]] = ..., mark: _Optional[_Union[_types_pb2.LedgerMark, _Mapping]] = ..., marks: _Optional[_Iterable[_Union[_types_pb2.LedgerMark, _Mapping]]] = ..., is_complete: bool = ..., ended_count: _Optional[int] = ...) -> None: ...
 
 class NeighbourNode(_message.Message):
     __slots__ = ("node_id", "address", "arena_bytes", "worker_count", "disk_id")
