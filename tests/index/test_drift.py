@@ -98,6 +98,25 @@ READ = {
         (pa.struct([("a", pa.int32()), ("b", pa.string())]), [{"a": 1, "b": "x"}]),
         (pa.struct([("b", pa.string()), ("a", pa.int64())]), [{"b": "y", "a": 1 << 40}]),
     ],
+    "null in a struct": [
+        (pa.struct([("a", pa.null()), ("b", pa.null())]), [{"a": None, "b": None}, None]),
+        (pa.struct([("b", pa.list_(pa.int8())), ("a", pa.int64())]), [{"b": [1, None], "a": 7}]),
+    ],
+    "null in a list": [(pa.list_(pa.null()), [[], None]), (pa.list_(pa.int32()), [[1, 2], [None]])],
+    "lists of structs": [
+        (pa.list_(pa.struct([("a", pa.int32()), ("b", pa.null())])), [[{"a": 1, "b": None}], []]),
+        (pa.list_(pa.struct([("b", pa.string()), ("a", pa.int64())])), [[{"b": "y", "a": EXACT}]]),
+    ],
+    "structs of structs": [
+        (pa.struct([("p", pa.struct([("x", pa.int32()), ("y", pa.float32())]))]),
+         [{"p": {"x": 1, "y": 0.5}}, {"p": None}]),
+        (pa.struct([("p", pa.struct([("y", pa.float64()), ("x", pa.int64())]))]),
+         [{"p": {"x": 1 << 40, "y": 1e300}}]),
+    ],
+    "lists of lists": [
+        (pa.list_(pa.list_(pa.null())), [[[], None]]),
+        (pa.list_(pa.list_(pa.int64())), [[[1 << 40], []]]),
+    ],
 }  # fmt: skip
 # Two columns that are refused, when the dataset is opened or when a row is read.
 REFUSED = {
@@ -110,6 +129,10 @@ REFUSED = {
     "lacking field": [
         (pa.struct([("a", pa.int32()), ("b", pa.int8())]), [{"a": 1, "b": 1}]),
         (pa.struct([("a", pa.int32())]), [{"a": 1}]),
+    ],
+    "kinds within": [
+        (pa.struct([("p", pa.list_(pa.struct([("x", pa.int32())])))]), [{"p": [{"x": 1}]}]),
+        (pa.struct([("p", pa.list_(pa.struct([("x", pa.string())])))]), [{"p": [{"x": "1"}]}]),
     ],
     "lists of texts": [(pa.list_(pa.string()), [["1"]]), (pa.list_(pa.int8()), [[1]])],
 }
@@ -169,7 +192,9 @@ def test_columns_of_several_writers_are_one(tmp_path: Path, writer: str) -> None
 def repr_of(values: Sequence[Any]) -> list[Any]:
     """Values in a form in which a number equals itself as a float; structs by their names."""
     return [
-        sorted(value.items()) if isinstance(value, dict) else float(value)
+        repr_of([*itertools.chain(*sorted(value.items()))]) if isinstance(value, dict)
+        else repr_of(value) if isinstance(value, list)
+        else float(value)
         if isinstance(value, int) and abs(value) <= EXACT
         else getattr(value, "to_pydatetime", lambda value=value: value)()
         for value in values
