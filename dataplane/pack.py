@@ -51,7 +51,7 @@ from dataplane.store.connect import OBSTORE_SCHEMES, Stores
 from dataplane.store.expand import Connect
 from dataplane.store.urls import is_hidden, local_path, normalise, scheme_of
 from dataplane.transforms.functions import function_name
-from dataplane.transforms.row_filter import BlockRows, RowFilter, reads_columns
+from dataplane.transforms.row_filter import RowFilter, reads_columns
 from dataplane.worker.functions import CalledAt, UserFunction, loaded, mapped_block
 
 SHARD_BYTES = 128 << 20
@@ -419,10 +419,7 @@ class _Source:
         format_ = registry.by_name(manifest.format)
         batch = folders.decoded(format_, raw, self._schema, needed)
         if self._rows is not None:
-            stored = self._stored.of_block(block)
-            batch = self._rows.left(
-                batch, BlockRows(raw.rows, stored["first_row"], stored["shard_word"])
-            )
+            batch = self._rows.left(batch, self._stored.of_filter(self._rows, block))
         return batch.select(list(self._columns)).slice(0, int(manifest.block_rows[block]))
 
     def _mapped(self, block: int) -> pa.RecordBatch:

@@ -39,7 +39,7 @@ from dataplane.store.connect import Stores
 from dataplane.store.outage import Outage, Outages
 from dataplane.store.reads import etag_of_size
 from dataplane.transforms.columns import plan_columns
-from dataplane.transforms.row_filter import BlockRows, RowFilter, reads_columns
+from dataplane.transforms.row_filter import RowFilter, reads_columns
 from dataplane.worker import salvaging
 
 # -- stores ------------------------------------------------------------------------------------
@@ -137,8 +137,7 @@ def read_block(
     batch = folders.decoded(registry.by_name(manifest.format), raw, schema, needed)
     rows = RowFilter.of(view, schema)
     if rows is not None:
-        stored = StoredRows.of(manifest, view).of_block(block)
-        batch = rows.left(batch, BlockRows(raw.rows, stored["first_row"], stored["shard_word"]))
+        batch = rows.left(batch, StoredRows.of(manifest, view).of_filter(rows, block))
     return batch.select(list(columns)).slice(0, int(given_counts(manifest)[block]))
 
 
@@ -161,14 +160,13 @@ def row_names(manifest: Manifest, view: View) -> RowNames:
     if manifest.whole is None or manifest.given is not None or not filters(view):
         return RowNames(manifest)
     schema, stored = schema_of(manifest), StoredRows.of(manifest, view)
-    rows, counts = RowFilter.of(view, schema), stored_rows(manifest)
+    rows = RowFilter.of(view, schema)
     assert rows is not None
 
     @functools.lru_cache(maxsize=_BLOCKS_KEPT)
     def rows_left(block: int) -> Int64:
         assert rows is not None
-        told = stored.of_block(block)
-        of_block = BlockRows(int(counts[block]), told["first_row"], told["shard_word"])
+        of_block = stored.of_filter(rows, block)
         batch = pa.record_batch([pa.nulls(of_block.count)], ["nothing"])
         if rows.columns:
             assert manifest.whole is not None

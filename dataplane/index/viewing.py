@@ -30,13 +30,13 @@ from dataplane.index.projection import Projection
 from dataplane.index.run import Connect, Progress
 from dataplane.model.config import NodeConfig
 from dataplane.model.errors import ConfigError, CorruptShard
-from dataplane.model.joined import FILES, Joined, is_joined
+from dataplane.model.joined import FILES, is_joined
 from dataplane.model.records import View
 from dataplane.plan.columns import NEVER, NullCounts
 from dataplane.plan.manifest import Int64, Manifest
 from dataplane.plan.packed_blocks import NUMBERS, known_counts
 from dataplane.plan.shards import LEFT_OUT, named
-from dataplane.plan.views import check_shares, has_shares, limited, rows_only
+from dataplane.plan.views import check_shares, limited, rows_only
 from dataplane.store.layouts import series_together
 from dataplane.store.tables import OpenTable
 from dataplane.transforms.leaves import leaves_of
@@ -106,7 +106,6 @@ def viewed(
     view = canonical_view(rows_only(view))
     if view == View():
         return manifest
-    _check_files(manifest, view)
     with explaining_folders(manifest):
         if view.where:
             schema = pa.ipc.read_schema(pa.py_buffer(manifest.schema))
@@ -120,25 +119,6 @@ def viewed(
             field="where" if view.where else "view",
         )
     return dataclasses.replace(manifest.viewed(counts), nulls=_nulls(manifest, view))
-
-
-def _check_files(manifest: Manifest, view: View) -> None:
-    """Refuse shares of the files of a folder: one more file moves the others to other rows.
-
-    Raises:  ConfigError.
-    """
-    shards = manifest.shards
-    if (
-        manifest.format == FILES
-        and has_shares(view)
-        and not Joined.of(shards.urls[0], shards.etags[0]).rows
-    ):
-        raise ConfigError(
-            f"split= and sample= go by the numbers of rows, and in {named(manifest.urls)} each new "
-            "file changes the numbers of others, so rows would move between splits: divide the "
-            "files by folders or patterns, or name them in a table (files=)",
-            field="view",
-        )
 
 
 def _nulls(manifest: Manifest, view: View) -> NullCounts | None:

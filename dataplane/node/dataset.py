@@ -44,7 +44,7 @@ from dataplane.transforms.lists import LISTS
 from dataplane.transforms.made_columns import MappedColumns, mapped_in, with_mapped
 from dataplane.transforms.packing import packed_columns
 from dataplane.transforms.restart_indexes import restart_index_bytes
-from dataplane.transforms.row_filter import reads_columns
+from dataplane.transforms.row_filter import BlockRows, RowFilter, reads_columns
 from dataplane.worker.block_mapping import COUNTED_ROWS, FOUND_COLUMNS
 from dataplane.worker.columns import Ints, RowLayout, offset_bytes
 from dataplane.worker.death import WorkerBytes, WorkerPlace
@@ -83,6 +83,7 @@ class StoredRows(Struct, frozen=True, eq=False):
     rows: Ints | None = None
     first: Ints | None = None
     words: Words | None = None
+    manifest: Manifest | None = None
 
     @classmethod
     def of(cls, manifest: Manifest, view: View) -> Self:
@@ -94,7 +95,16 @@ class StoredRows(Struct, frozen=True, eq=False):
             stored_rows(manifest),
             first_rows(manifest.whole)[manifest.kept],
             None if words is None else words[manifest.block_shard],
+            manifest,
         )
+
+    def of_filter(self, rows: RowFilter, block: int) -> BlockRows:
+        """Return the rows that a block stores, for this filter of the view."""
+        assert self.manifest is not None
+        shards, shard = self.manifest.shards, self.manifest.block_shard.item(block)
+        names = (self.manifest.format, shards.urls[shard], shards.etags[shard])
+        known = self.of_block(block)
+        return rows.stored(names, known["stored_rows"], known["first_row"], known["shard_word"])
 
     def of_block(self, block: int) -> dict[str, Any]:
         """Return the rows as fields of a RawBlockRef."""

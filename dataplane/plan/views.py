@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import msgspec
@@ -15,7 +16,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from dataplane.model.errors import ConfigError
-from dataplane.model.joined import MARK, Joined, head_of, without_query
+from dataplane.model.joined import FILES, MARK, Joined, head_of, without_query
 from dataplane.model.records import DatasetIdentity, View
 from dataplane.model.redact import unpinned
 from dataplane.plan.manifest import Manifest
@@ -131,8 +132,9 @@ def _hash() -> hashlib.blake2b:
 # Choose the rows in a keyed share of a dataset, such as a split: "Shares of rows" in
 # docs/order.md.
 #
-# 1. Whether a row is in a share depends only on the name of its shard and on its number there:
-#    adding shards changes nothing, and neither do seeds, epochs or ranks.
+# 1. Whether a row is in a share depends only on the name of its shard and on its number there, or
+#    on the name of the file that it is: adding shards or files changes nothing, and neither do
+#    seeds, epochs or ranks.
 # 2. Shares of one kind whose ranges are disjoint have no row in common.
 
 WHOLE = 1 << 32
@@ -162,23 +164,43 @@ def shard_words(urls: Texts) -> Words:
     """
     names = relative_names(urls)
     content = names.content.tobytes()
-    found = [
-        hashlib.blake2b(content[start:stop], digest_size=8).digest()
-        for start, stop in zip(names.starts.tolist(), names.stops.tolist(), strict=True)
-    ]
+    places = zip(names.starts.tolist(), names.stops.tolist(), strict=True)
+    return _words(content[start:stop] for start, stop in places)
+
+
+def _words(names: Iterable[bytes]) -> Words:
+    found = [hashlib.blake2b(name, digest_size=8).digest() for name in names]
     return np.frombuffer(b"".join(found), "<u8").astype(np.uint64)
 
 
-def chosen(view: View, word: int, first_row: int, count: int) -> Bools:
-    """Return which of `count` consecutive rows of a shard, from `first_row` on, are in the view's
-    shares.
+@lru_cache(maxsize=64)
+def file_words(format_name: str, url: str, etag: str) -> Words | None:
+    """Return the words that represent the files of a shard, by their names below its root; None if
+    its rows are no files of folders.
 
-    Shapes:  result: bool[count].
+    Shapes:  result: uint64[rows].
+    """
+    joined = Joined.of(url, etag) if format_name == FILES else None
+    if joined is None or joined.rows:
+        return None
+    names = joined.keys()
+    return _words(name.encode() for name in names)
+
+
+def chosen(view: View, word: int | Words, first_row: int, count: int) -> Bools:
+    """Return which of `count` consecutive rows of a shard, from `first_row` on, are in the view's
+    shares. If each row is a file, each has a word of its own.
+
+    Shapes:  word: uint64[count].   result: bool[count].
     """
     rows = np.arange(first_row, first_row + count, dtype=np.uint64)
     found = np.ones(count, np.bool_)
     for share in _shares(view):
-        found &= _within(share, extended(key(0, Domain.SHARE, share.use, word), rows))
+        if isinstance(word, int):
+            hashes = extended(key(0, Domain.SHARE, share.use, word), rows)
+        else:
+            hashes = extended(extended(key(0, Domain.SHARE, share.use), word), 0 * rows)
+        found &= _within(share, hashes)
     return found
 
 
@@ -295,7 +317,15 @@ def shared_counts(manifest: Manifest, view: View) -> Int64:
     """
     if not has_shares(view):
         return manifest.block_rows
-    words = shard_words(manifest.shards.urls)[manifest.block_shard]
+    shards = manifest.shards
+    if file_words(manifest.format, shards.urls[0], shards.etags[0]) is not None:
+        found = []
+        for url, etag in zip(shards.urls, shards.etags, strict=True):  # each is one block
+            words = file_words(manifest.format, url, etag)
+            assert words is not None
+            found.append(np.count_nonzero(chosen(view, words, 0, len(words))))
+        return np.array(found, np.int64)
+    words = shard_words(shards.urls)[manifest.block_shard]
     return chosen_counts(view, words, first_rows(manifest), manifest.block_rows)
 
 

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from dataplane.formats.arrays import take_rows
 from dataplane.model.records import View
-from dataplane.plan.views import chosen, has_shares
+from dataplane.plan.permute import Words
+from dataplane.plan.views import chosen, file_words, has_shares
 
 if TYPE_CHECKING:
     from dataplane.transforms.condition import Bounds, Condition
@@ -22,12 +23,17 @@ Bools = NDArray[np.bool_]
 
 class BlockRows(Struct, frozen=True):
     """The rows that a block stores: `count` rows of its shard from row `first` on. `word`
-    represents the shard in the keys of its rows.
+    represents the shard in the keys of its rows; or there is one for each row, which is a file.
     """
 
     count: int
     first: int = 0
-    word: int = 0
+    word: int | Words = 0
+
+    def part(self, first: int, stop: int) -> BlockRows:
+        """Return some of these rows."""
+        word = self.word if isinstance(self.word, int) else self.word[first:stop]
+        return BlockRows(stop - first, self.first + first, word)
 
 
 class RowFilter(Struct, frozen=True):
@@ -55,6 +61,11 @@ class RowFilter(Struct, frozen=True):
     def columns(self) -> tuple[str, ...]:
         """The top-level columns that the filter reads."""
         return () if self.condition is None else self.condition.columns
+
+    def stored(self, shard: tuple[str, str, str], count: int, first: int, word: int) -> BlockRows:
+        """Return the stored rows of a block. `shard` is its format, url and etag."""
+        words = file_words(*shard) if has_shares(self.view) else None
+        return BlockRows(count, first, word if words is None else words[first : first + count])
 
     def mask(self, batch: pa.RecordBatch, rows: BlockRows) -> Bools:
         """Return which rows of a whole block the view keeps.

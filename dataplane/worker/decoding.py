@@ -194,7 +194,7 @@ def _canonical(
 def _viewed(dataset: ReadDataset, batch: pa.RecordBatch, raw: tasks.RawBlockRef) -> pa.RecordBatch:
     """Return the rows of the view. The last block within a limit is cut to its first rows."""
     if dataset.rows is not None:
-        batch = dataset.rows.left(batch, _rows_of(raw))
+        batch = dataset.rows.left(batch, _rows_of(dataset.rows, dataset, raw))
     return _within_view(dataset, batch, raw)
 
 
@@ -209,8 +209,9 @@ def _within_view(
     return batch
 
 
-def _rows_of(raw: tasks.RawBlockRef) -> BlockRows:
-    return BlockRows(raw.stored_rows, raw.first_row, raw.shard_word)
+def _rows_of(rows: RowFilter, dataset: ReadDataset, raw: tasks.RawBlockRef) -> BlockRows:
+    shard = (dataset.format.name, raw.url, raw.etag)
+    return rows.stored(shard, raw.stored_rows, raw.first_row, raw.shard_word)
 
 
 def _viewed_apart(
@@ -228,7 +229,7 @@ def _viewed_apart(
         if bad:  # other columns than those of the condition may be the damaged ones
             format_, schema = dataset.format, dataset.schema
             some, unread = salvaging.decoded(format_, block, schema, rows.columns)
-        mask, failed = salvaging.viewed(some, unread, rows, _rows_of(raw), raw.url)
+        mask, failed = salvaging.viewed(some, unread, rows, _rows_of(rows, dataset, raw), raw.url)
         bad = failed | bad
         batch, kept = filtered(batch, mask), np.flatnonzero(mask).tolist()
     batch = _within_view(dataset, batch, raw)

@@ -356,13 +356,14 @@ def counts_of(shard: ShardReader, order: tasks.CountRows) -> bytes:
     assert rows is not None
     place = order.blocks[0].preamble_place
     preamble = memoryview(bytes(shard.read(place.offset, place.length) if place.length else b""))
+    shard_of = (order.format, order.url, order.etag)
     known = _bounds(format_, order, preamble, rows, schema)
     counts = np.zeros(len(order.blocks), "<i8")
     for at, block in enumerate(order.blocks):
-        stored = BlockRows(block.stored_rows, block.first_row, block.shard_word)
+        stored = rows.stored(shard_of, block.stored_rows, block.first_row, block.shard_word)
         count = rows.count_known(known[at], stored)
         if count is None:
-            count = _counted(shard, order, block, preamble, rows)
+            count = _counted(shard, order, block, preamble, rows, stored)
         counts[at] = count
     return counts.tobytes()
 
@@ -395,6 +396,7 @@ def _counted(
     block: tasks.RawBlockRef,
     preamble: memoryview,
     rows: RowFilter,
+    stored: BlockRows,
 ) -> int:
     pieces = [part for piece in block.pieces or (block.place,) for part in _parts(piece)]
     body = memoryview(b"".join(map(memoryview, shard.read_all(pieces))))
@@ -403,7 +405,6 @@ def _counted(
         block.preamble_place, preamble, body, block.pieces,
     )  # fmt: skip
     schema = pa.ipc.read_schema(pa.py_buffer(order.schema))
-    stored = BlockRows(block.stored_rows, block.first_row, block.shard_word)
     with _decoding:
         format_ = registry.by_name(order.format)
         if order.view.bad_max:

@@ -91,8 +91,7 @@ def viewed(
         fault = CorruptShard(f"{url}: where= fails at too many rows: {error}", shard=url)
 
         def part(first: int, stop: int) -> Bools:
-            some = BlockRows(stop - first, stored.first + first, stored.word)
-            return rows.mask(batch.slice(first, stop - first), some)
+            return rows.mask(batch.slice(first, stop - first), stored.part(first, stop))
 
         failed = bad_rows(part, batch.num_rows, fault, (ConfigError,))
         other = next(row for row in range(batch.num_rows) if row not in failed)

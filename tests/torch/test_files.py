@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import itertools
 import os
 import shutil
@@ -38,6 +39,8 @@ from dataplane.model.errors import (
 from dataplane.model.joined import Joined
 from dataplane.model.records import ObjectInfo
 from dataplane.plan.manifest import Manifest
+from dataplane.plan.permute import Domain
+from dataplane.plan.permute import key as plan_key
 from dataplane.plan.views import identity_of
 from dataplane.store.retry import Retrying
 
@@ -139,11 +142,35 @@ def test_a_bucket_is_read_file_by_file_and_resumed(
 
 
 @pytest.mark.usefixtures("shared_node")
-def test_shares_of_the_files_of_a_folder_are_refused(folder: Path) -> None:
-    for share in ({"split": ("train", 0.9)}, {"sample": 0.5}):
-        with pytest.raises(ConfigError, match="divide the files by folders"):
-            read(folder, **share)
-    assert len(read(folder, limit=10)) == 10
+def test_a_split_of_a_folder_goes_by_the_names_of_files(tmp_path: Path) -> None:
+    objects = many()
+    write(tmp_path, objects)
+    before = {key for key, *_ in read(tmp_path / "train", split=("train", 0.8))}
+    for at in range(40):
+        objects[f"train/0/{at}-new.png"] = b"new"
+    write(tmp_path, objects)
+    keys = {key for key, *_ in rows_of(objects)}
+    splits = [
+        {key for key, *_ in read(tmp_path / "train", **options, shuffle=shuffle)}
+        for shuffle in (True, False)
+        for options in ({"split": ("train", 0.8)}, {"split": ("test", 0.2)}, {"sample": 0.5})
+    ]
+    assert splits[:3] == splits[3:]
+    train, test, sample = splits[:3]
+    assert train | test == keys
+    assert not train & test
+    assert before == {key for key in train if "-new" not in key}
+    for use, limit, share in ((0, 0.8, train), (1, 0.5, sample)):
+        words = {key: digest_word(key) for key in keys}
+        hashes = {key: plan_key(0, Domain.SHARE, use, word, 0) for key, word in words.items()}
+        assert share == {key for key, v in hashes.items() if v >> 32 < int(limit * 2**32)}
+    one = read(tmp_path / "train", split=("train", 0.8), where="label == '0'", shuffle=False)
+    assert {key for key, *_ in one} == {key for key in train if key.startswith("0/")}
+    assert len(read(tmp_path / "train", limit=10)) == 10
+
+
+def digest_word(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
 @pytest.mark.usefixtures("shared_node")
