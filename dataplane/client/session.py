@@ -497,7 +497,7 @@ class Session:
         gone = mount.job.gone
         if self.following is not None:  # names are those of shards of the former stage
             self.following = structs.replace(self.following, gone=gone)
-        self.request = structs.replace(self.request, spec=spec, finishes=False, gone=gone)
+        self.request = structs.replace(self.request, spec=spec, finishes=False, gone=gone, ahead=())
         self._is_first_reported = False  # report the first batch to the new node too
         self.learn(mount.job.entries)
         return mount

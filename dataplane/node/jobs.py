@@ -46,6 +46,7 @@ from dataplane.node.opener import (
     OpenedJob,
     check_blocks,
     check_names,
+    naming,
     pixels_of,
     software_of,
 )
@@ -115,6 +116,12 @@ class Jobs:
     async def _open(self, request: messages.OpenJob) -> tuple[ServedMember, messages.JobOpened]:
         check_names(request)
         began, place = time.monotonic(), request.topology
+        for number, later in request.ahead:
+            check_names(replace(later, member_id=request.member_id))
+            with naming(f"stage {number}", later.source):
+                for dataset in (await self.opener.job(later)).datasets:
+                    self.opener.forget_unread(dataset)
+        request = replace(request, ahead=())
         await self.opener.manifests(request)
         indexed = time.monotonic()
         opened = await self.opener.job(request)

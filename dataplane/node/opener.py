@@ -224,7 +224,7 @@ class DatasetOpener:
         return tuple(await asyncio.gather(*itertools.starmap(self._manifest_of, pairs)))
 
     async def _manifest_of(self, source: messages.SourceAsked, request: messages.OpenJob) -> Opened:
-        with _naming(source):
+        with naming(f"source {source.name!r}", source.source):
             return await self.manifest(request)
 
     async def job(self, request: messages.OpenJob, digest: str = "") -> OpenedJob:
@@ -271,7 +271,7 @@ class DatasetOpener:
         sources, mapped, packed = request.mixture.sources, [], True
         values, check = dict[str, Categories](), self.datasets.check
         for source, pair in zip(sources, pairs, strict=True):
-            with _naming(source):
+            with naming(f"source {source.name!r}", source.source):
                 mapped.append(await self._mapped_reader.of_job(*pair))
                 packed = await self.datasets.can_pack(*pair, mapped[-1]) and packed
                 of_source = await self._category_reader.of_job(*pair, check, source.source.urls)
@@ -282,7 +282,7 @@ class DatasetOpener:
             for source, opened_source, pair, made in zip(
                 sources, opened, pairs, mapped, strict=True
             ):
-                with _naming(source):
+                with naming(f"source {source.name!r}", source.source):
                     datasets.append(
                         await self.datasets.open(*pair, categories, made, packed=packed)
                     )
@@ -502,17 +502,16 @@ def _former_request(
 
 
 @contextlib.contextmanager
-def _naming(source: messages.SourceAsked) -> Iterator[None]:
-    """Add the name of a mixture's source to errors within.
+def naming(name: str, source: messages.DatasetSource) -> Iterator[None]:
+    """Add the name of a mixture's source, or of a stage, to errors within.
 
-    Raises:  DataplaneError: the same error, with the source's name, and its urls unless the error
-    names a shard.
+    Raises:  DataplaneError: the same error, with the name, and the urls unless the error names a
+    shard.
     """
     try:
         yield
     except DataplaneError as error:
-        urls = shown(map(unsigned, source.source.urls))
-        where = f"source {source.name!r}" + ("" if "shard" in error.nouns else f" ({urls})")
+        where = name + ("" if "shard" in error.nouns else f" ({shown(map(unsigned, source.urls))})")
         raise rebuild(type(error).__name__, f"{where}: {error}", error.nouns) from error
 
 

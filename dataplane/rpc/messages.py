@@ -120,6 +120,9 @@ class OpenJob(Message, frozen=True):
     epoch: Unsigned = 0
     finishes: bool = False
     gone: tuple[TakenOut, ...] = ()  # removed by the loader; the answer has full names
+    # Later stages of the run's schedule, by their numbers: the node opens their datasets first, so
+    # that an error in one ends the run at its start.
+    ahead: tuple[tuple[Unsigned, OpenJob], ...] = ()
 
 
 class Finishing(Message, frozen=True):

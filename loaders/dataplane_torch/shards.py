@@ -32,6 +32,7 @@ from dataplane.client.statistics import Statistics
 from dataplane.model.changes import TakenOut
 from dataplane.model.errors import ClosedError, ConfigError, DataplaneError
 from dataplane.model.ledger import Schedule
+from dataplane.rpc.messages import OpenJob
 from dataplane.transforms.mixture_options import MixStep, weights_of
 from dataplane_torch.arguments import Before, JobToOpen, before_of
 from dataplane_torch.device import Target
@@ -114,7 +115,7 @@ class UrlJob:
         has_columns = self._job.parts.columns != ()  # without columns, no slabs are requested
         self._session = Session(
             self._job.endpoint,
-            replace(self._job.request, follows=has_columns),
+            replace(self._with_ahead(), follows=has_columns),
             pinning=pinning if target is None else target.pinning(reads_all=True),
             stall_timeout_s=self._job.stall_timeout_s,
             begun=begun,
@@ -136,6 +137,13 @@ class UrlJob:
     @property
     def _job(self) -> JobToOpen:
         return self._stages[self._number].job
+
+    def _with_ahead(self) -> OpenJob:
+        """Return the request of the present stage; on the first rank of a host, with later ones."""
+        request = self._job.request
+        later = () if request.topology.local_rank else self._stages[self._number + 1 :]
+        ahead = [(number, of.job.request) for number, of in enumerate(later, self._number + 2)]
+        return replace(request, ahead=tuple(ahead))
 
     def begin(self) -> BatchIterator:
         """Begin the next pass. This ends the previous pass and its epoch, even in the middle."""
@@ -369,7 +377,7 @@ class UrlJob:
         before_load = self._number
         self._number, self._made = scheduled(self._stages, state_dict)
         if self._number != before_load:
-            self._session.adopt(self._job.request)
+            self._session.adopt(self._with_ahead())
         state, sentence = resumed(
             state_dict, self._session, dataset_moved=self._dataset_moved,
             change=change, before=before_of(before), lists=self._follows,

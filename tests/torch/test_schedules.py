@@ -270,6 +270,15 @@ def test_an_impossible_schedule_is_refused_when_the_loader_is_made(
     assert type(caught.value).__name__ in ("ConfigError", "ShardNotFound")
 
 
+def test_a_stage_that_the_dataset_refuses_ends_the_run_at_its_start(folder: Path) -> None:
+    stages = [Stage(epochs=5), Stage(seed=4, steps=3), Stage(change="unread", columns=["idd"])]
+    with ranks(some(folder, 0), stages=stages) as (loader,):
+        with pytest.raises(ConfigError, match=r"stage 3 \(.*s0.parquet\): .*idd"):
+            next(iter(loader))
+        with pytest.raises(ConfigError, match="stage 3"):
+            len(loader)
+
+
 def test_an_impossible_stage_is_refused() -> None:
     with pytest.raises(ConfigError, match="pass one"):
         Stage(steps=1, epochs=1)
