@@ -182,8 +182,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "service",
         ADDRESS_OR_NONE,
-        "the coordinator's address as trainers write it; by default the address in `join` or, if "
-        "not set, in `listen`",
+        "the coordinator's address that trainers use; by default the value of `join` or, if `join` "
+        "is not set, of `listen`",
         fixed(""),
     ),
     Setting(

@@ -180,34 +180,35 @@ def errors_page() -> Iterator[str]:
 
 
 STATE = {
-    "version": "the version of this form",
+    "version": "the version of the state's format",
     "spec_digest": "a hash of the job: dataset, options and seed",
     "epoch": "the epoch, from 0",
-    "cursor": "how many of its samples all ranks together have consumed",
+    "cursor": "how many samples of this epoch all ranks together have consumed",
     "sample_count": "how many samples the epoch has",
     "order": "the version of the [order](../order.md)",
-    "options": "the options that differ from their defaults; long ones as hashes",
-    "dataset": "hashes of the shards: `content` with their ETags, `layout` without",
-    "values": "the texts of options that are hashes in `options`",
+    "options": "the options that differ from their defaults; long values as hashes",
+    "dataset": "two hashes of the shards: `content` covers their ETags, `layout` does not",
+    "values": "the full values of options whose hashes are in `options`",
     "pixels": "the software that decoded the images",
-    "in_last_step": "whether it was taken in the last step of the epoch before",
-    "digest": "a digest of all rows so far, by which two runs can be compared",
-    "mixture": "the weights of a mixture, and each change of them",
-    "ledger": "the last entry of the job's [ledger](../ledger.md) that it depends on",
-    "global_batch": "how many samples a step had",
-    "taken_out": "rows and shards that `loader.tombstone()` took out, each with its epoch and cursor",
-    "stages": "the former stages of a run that has changed its recipe",
-    "schedule": "of `stages=`: the steps made in the present stage, that stage and later ones",
+    "in_last_step": "true if the state was taken in the last step of the previous epoch",
+    "digest": "a digest of all rows so far; compare it with another run's",
+    "mixture": "the weights of a mixture, and all their changes",
+    "ledger": "the last entry of the job's [ledger](../ledger.md) on which the run depends",
+    "global_batch": "how many samples each step had",
+    "taken_out": "rows and shards that `loader.tombstone()` took out, each with the epoch and cursor of its removal",
+    "ahead": 'with `change="finish"`: a hash of the recipe with which the run goes on after this epoch',
+    "stages": "the former stages of a run whose recipe has changed",
+    "schedule": "with `stages=`: how many steps of the present stage are done, and the present and later stages",
 }
 
 
 def states() -> Iterator[str]:
     """The keys of a state."""
     yield (
-        "`loader.state_dict()` over urls is a dict of plain values, the same on every rank, of about a kilobyte. A loader"
-        " with equal options and dataset accepts it, on any number of ranks; each difference is named by the error that"
-        " refuses it ([training.md](../training.md#resume)). Keys after `dataset` are there only if they apply; a key that a"
-        " version does not know is ignored. A state over a torch Dataset has those of its workers and samplers instead"
+        "`loader.state_dict()` over urls is a dict of plain values of about a kilobyte, the same on every rank. A loader"
+        " with equal options and dataset accepts it, on any number of ranks. Otherwise, an error names each"
+        " difference ([training.md](../training.md#resume)). Keys after `dataset` are present only if they apply; unknown keys"
+        " are ignored. A state over a torch Dataset has the states of its workers and samplers instead"
         " ([datasets.md](../datasets.md)).\n\n| key | value |\n|---|---|"
     )
     state = class_named(module("dataplane/client/state.py"), "RunState")

@@ -68,13 +68,13 @@ _SOURCE = ("job", "dataset")
 METRICS = (
     Metric(
         "dataplane_exposed_seconds_total", _C, Group.WAITING,
-        "Time that a rank's trainer waited for slabs, beyond its first batch, by the stage that it "
-        "waited for", (*_RANK, "stage"), "seconds",
+        "Time that a rank's trainer waited for slabs after its first batch, by the stage that "
+        "it waited for", (*_RANK, "stage"), "seconds",
     ),
     Metric(
         "dataplane_waiting_seconds", _G, Group.WAITING,
-        "For how long the slab that a rank's trainer has requested is not ready, by the stage that "
-        "it waits for now; absent below 5 s", (*_RANK, "stage"), "seconds",
+        "How long a rank's trainer has waited so far for the slab that it requested, by the "
+        "slab's present stage; absent below 5 s", (*_RANK, "stage"), "seconds",
     ),
     Metric(
         "dataplane_first_batch_seconds", _G, Group.WAITING,
@@ -86,21 +86,21 @@ METRICS = (
     ),
     Metric(
         "dataplane_steps_ahead", _G, Group.STREAM,
-        "Batches that are ready for a rank's trainer and were not handed over yet", _RANK,
+        "Batches that are ready for a rank's trainer but not yet handed over", _RANK,
     ),
     Metric(
         "dataplane_stage_seconds", _H, Group.STREAM,
-        "Time that a slab spent in each stage; `ready`: until its trainer took it",
+        "Time that a slab spent in each stage; `ready` ends when its trainer takes it",
         ("job", "stage"), "seconds",
     ),
     Metric(
         "dataplane_read_bytes_total", _C, Group.BYTES,
-        "Bytes of blocks, by where they came from: origin (object stores), neighbour, disk, or "
-        "memory, where another rank or epoch had left them", ("source",), "bytes",
+        "Bytes of blocks, by source: origin (object stores), neighbour, disk, or memory (left "
+        "there by another rank or epoch)", ("source",), "bytes",
     ),
     Metric(
         "dataplane_hedged_bytes_total", _C, Group.BYTES,
-        "Bytes that were read a second time, since the first answer was late", (), "bytes",
+        "Bytes that were read a second time because the first answer was late", (), "bytes",
     ),
     Metric(
         "dataplane_lent_bytes_total", _C, Group.BYTES,
@@ -111,7 +111,7 @@ METRICS = (
     ),
     Metric(
         "dataplane_store_request_seconds", _H, Group.STORES,
-        "Requests to an object store that have ended, with or without an error: how long they took",
+        "Time that requests to an object store took, failed requests included",
         ("store",), "seconds",
     ),
     Metric(
@@ -124,25 +124,26 @@ METRICS = (
     ),
     Metric(
         "dataplane_store_away_seconds", _G, Group.STORES,
-        "For how long an object store has not answered; absent while it answers", ("store",),
+        "How long an object store has not answered; absent while it answers", ("store",),
         "seconds",
     ),
     Metric(
         "dataplane_arena_bytes", _G, Group.MEMORY,
-        "Memory in use, by holder: blocks, slabs (finished ones kept for others), and excerpts in "
-        "the block arena; delivery, the arenas of ranks", ("holder",), "bytes",
+        "Memory in use, by holder. In the block arena: blocks, slabs (finished, kept for other "
+        "consumers), excerpts. Outside it: delivery (the ranks' delivery arenas)",
+        ("holder",), "bytes",
     ),
     Metric(
         "dataplane_arena_limit_bytes", _G, Group.MEMORY, "The size of the block arena", (), "bytes",
     ),
     Metric(
         "dataplane_disk_bytes", _G, Group.MEMORY,
-        "Disk that blocks take", (), "bytes",
+        "Disk space that blocks take", (), "bytes",
     ),
     Metric(
         "dataplane_evictions_total", _C, Group.MEMORY,
-        "Blocks that were dropped from memory to make room, by whether they are of no more use "
-        "(spent) or will be read again (needed)", ("kind",),
+        "Blocks evicted from memory to make room: spent (no longer needed) or needed (will be "
+        "read again)", ("kind",),
     ),
     Metric(
         "dataplane_processes", _G, Group.PROCESSES,
@@ -150,46 +151,48 @@ METRICS = (
     ),
     Metric(
         "dataplane_process_starts_total", _C, Group.PROCESSES,
-        "Processes that were started, again or for the first time", ("kind",),
+        "Process starts, including restarts", ("kind",),
     ),
     Metric(
         "dataplane_process_deaths_total", _C, Group.PROCESSES,
-        "Processes that ended although they were needed; each is started again", ("kind",),
+        "Processes that ended although they were needed; the node starts each again", ("kind",),
     ),
     Metric(
         "dataplane_process_memory_bytes", _G, Group.PROCESSES,
-        "Memory of all processes of a kind that is theirs alone: without arenas and files",
+        "Private memory of all processes of a kind, without arenas and files",
         ("kind",), "bytes",
     ),
     Metric(
         "dataplane_loop_holds_total", _C, Group.PROCESSES,
-        "How often the node's event loop was held for more than 20 ms",
+        "How often the node's event loop was blocked for more than 20 ms",
     ),
     Metric(
         "dataplane_mixture_asked_ratio", _G, Group.DATA,
-        "The share of the samples of a mixture that a source should have now", _SOURCE, "ratio",
+        "The share of a mixture's samples that a source should have at present", _SOURCE, "ratio",
     ),
     Metric(
         "dataplane_mixture_samples_total", _C, Group.DATA,
-        "Samples of each source in the slabs that this node has made for its own ranks; their "
-        "rates are the shares got", _SOURCE,
+        "Samples of each source in the slabs that this node made for its own ranks; their rates"
+        " give the actual shares", _SOURCE,
     ),
     Metric(
         "dataplane_pack_fill_ratio", _G, Group.DATA,
-        "The share of the tokens of packs that documents fill", _SOURCE, "ratio",
+        "The share of the tokens in packs that are not padding", _SOURCE, "ratio",
     ),
     Metric(
         "dataplane_replaced_rows_total", _C, Group.DATA,
-        "Rows that others have replaced, since they or their images cannot be read; at most 1024 "
-        "are counted, or as many as bad_max= allows", ("job",),
+        "Rows replaced by other rows because they or their images cannot be read; counted up to"
+        " 1024, or up to a larger bad_max=", ("job",),
     ),
     Metric(
         "dataplane_jobs", _G, Group.JOBS, "Jobs, by state: forming, running", ("state",),
     ),
-    Metric("dataplane_nodes", _G, Group.JOBS, "Nodes whose heartbeat came within a lease"),
+    Metric(
+        "dataplane_nodes", _G, Group.JOBS, "Nodes that sent a heartbeat within the last lease time",
+    ),
     Metric(
         "dataplane_job_generation", _G, Group.JOBS,
-        "The generation of a job: grows with each launch", ("job",),
+        "The generation of a job, which grows with each launch", ("job",),
     ),
     Metric(
         "dataplane_job_leases", _G, Group.JOBS, "Members of a job that hold a lease", ("job",),
@@ -205,7 +208,7 @@ METRICS = (
     ),
     Metric(
         "dataplane_refusals_total", _C, Group.SAFETY,
-        "Calls, connections, urls and functions that were refused, by the event of the log",
+        "Refused calls, connections, urls and functions, by the name of the event in the log",
         ("event",),
     ),
 )  # fmt: skip

@@ -46,9 +46,9 @@ ALERTS = (
         "10m", "warning",
         "A rank of {{ $labels.job }} waits {{ $value | humanizePercentage }} of its time for data: "
         "{{ $labels.stage }}",
-        "The label `stage` says for what: fetch: the object store or the network; decode, queue, "
-        "assemble: workers; room: the trainer holds its batches. `dataplane doctor` says which "
-        "setting helps",
+        "The label `stage` says what the rank waits for. fetch: object store or network; decode, "
+        "queue, assemble: workers; room: the trainer keeps many batches. `dataplane doctor` says "
+        "which setting helps",
         {'dataplane_exposed_seconds_total{job="a", rank="3", stage="fetch"}': "0+15x60"},
         {'dataplane_exposed_seconds_total{job="a", rank="3", stage="fetch"}': "0+3x60"},
         {"job": "a", "stage": "fetch"},
@@ -60,8 +60,8 @@ ALERTS = (
         "0m", "critical",
         "A rank of {{ $labels.job }} has waited for {{ $value | humanizeDuration }} for one slab: "
         "{{ $labels.stage }}",
-        "It ends with an error after stall_timeout_s. The label `stage` says for what it waits, as "
-        "above; other alerts say why: the store is away, or processes die",
+        "After stall_timeout_s, the trainer gets an error. The label `stage` says what it waits "
+        "for; other alerts say why: the store is away, or processes die",
         {'dataplane_waiting_seconds{job="a", rank="3", stage="fetch"}': "0+60x60"},
         {'dataplane_waiting_seconds{job="a", rank="3", stage="fetch"}': "7x60"},
         {"job": "a", "stage": "fetch"},
@@ -72,8 +72,8 @@ ALERTS = (
         "sum by (job, rank) (rate(dataplane_samples_total[5m])) == 0",
         "15m", "warning",
         "Rank {{ $labels.rank }} of {{ $labels.job }} has taken no batch for a quarter of an hour",
-        "If other alerts say that the store is away or processes die, begin there. Otherwise the "
-        "trainer itself stands: an evaluation, a checkpoint, a collective that hangs",
+        "If other alerts say that the store is away or processes die, begin there. Otherwise "
+        "look for a long evaluation or checkpoint, or a collective that hangs",
         {'dataplane_samples_total{job="a", rank="3"}': "100x60"},
         {'dataplane_samples_total{job="a", rank="3"}': "0+1x60"},
         {"job": "a", "rank": "3"},
@@ -84,7 +84,7 @@ ALERTS = (
         "max by (store) (dataplane_store_away_seconds) > 30",
         "0m", "critical",
         "{{ $labels.store }} has not answered for {{ $value | humanizeDuration }}",
-        "Jobs end after stall_timeout_s. `dataplane status` has the error of each node",
+        "Jobs end after stall_timeout_s. `dataplane status` shows each node's error",
         {'dataplane_store_away_seconds{store="s3://lab"}': "0+60x60"},
         {'dataplane_store_away_seconds{store="s3://lab"}': "5x60"},
         {"store": "s3://lab"},
@@ -109,7 +109,7 @@ ALERTS = (
         "10m", "warning",
         "A tenth of the requests to {{ $labels.store }} takes more than "
         "{{ $value | humanizeDuration }}",
-        "Compare the bytes that nodes read with what the network and the store can give",
+        "Compare the rate at which nodes read with the limits of network and store",
         {
             'dataplane_store_request_seconds_bucket{store="s3://lab", le="3.0"}': "0+1x60",
             'dataplane_store_request_seconds_bucket{store="s3://lab", le="10.0"}': "0+10x60",
@@ -127,7 +127,7 @@ ALERTS = (
         "sum by (instance, kind) (increase(dataplane_process_deaths_total[15m])) > 2.5",
         "0m", "critical",
         "Processes ({{ $labels.kind }}) of the node {{ $labels.instance }} die again and again",
-        "The log of the node says how (`worker ended`, `fetcher ended`): look for an OOM killer, a "
+        "The node's log says how (`worker ended`, `fetcher ended`): look for an OOM killer, a "
         "block that crashes its decoder (`dataplane verify`), or a function of map= that hangs",
         {'dataplane_process_deaths_total{instance="h1", kind="worker"}': "0+1x60"},
         {'dataplane_process_deaths_total{instance="h1", kind="worker"}': "2x60"},
@@ -150,7 +150,7 @@ ALERTS = (
         "max by (job) (dataplane_job_missing_ranks) > 0",
         "5m", "warning",
         "{{ $value }} ranks of {{ $labels.job }} have not joined",
-        "`dataplane status` names them. The job waits until they come",
+        "`dataplane status` lists these ranks. The job waits until they join",
         {'dataplane_job_missing_ranks{job="a"}': "2x60"},
         {'dataplane_job_missing_ranks{job="a"}': "0x60"},
         {"job": "a"},
@@ -161,8 +161,8 @@ ALERTS = (
         "max(dataplane_nodes) < max(max_over_time(dataplane_nodes[1h]))",
         "5m", "warning",
         "Fewer nodes than in the last hour send heartbeats: {{ $value }}",
-        "`dataplane status` shows when each was seen last. Trainers of a dead node wait for "
-        "another one at the same host",
+        "`dataplane status` shows when each node last sent a heartbeat. Trainers of a dead node "
+        "wait for a new node on their host",
         {"dataplane_nodes": "8x20 7x40"},
         {"dataplane_nodes": "8x60"},
         {},
@@ -172,19 +172,19 @@ ALERTS = (
         "DataplaneCoordinatorGone",
         "absent(dataplane_nodes)",
         "5m", "critical",
-        "No coordinator of Dataplane shows its metrics",
-        "Start it over the same state_dir. Jobs that run go on without it, jobs that open wait",
+        "No coordinator of Dataplane exports metrics",
+        "Restart the coordinator with the same state_dir. Running jobs go on, and new jobs wait",
         {'dataplane_samples_total{job="a", rank="3"}': "0+1x60"},
         {"dataplane_nodes": "8x60"},
         {},
-        "No coordinator of Dataplane shows its metrics",
+        "No coordinator of Dataplane exports metrics",
     ),
     Alert(
         "DataplaneRefusals",
         "sum by (event) (increase(dataplane_refusals_total[10m])) > 20",
         "0m", "warning",
         "More than 20 times in ten minutes: {{ $labels.event }}",
-        "The log has peer and reason of each (docs/security.md#refusals-in-the-log)",
+        "The log has the peer and reason of each refusal (docs/security.md#refusals-in-the-log)",
         {'dataplane_refusals_total{event="call refused"}': "0+10x60"},
         {'dataplane_refusals_total{event="call refused"}': "1x60"},
         {"event": "call refused"},
@@ -194,8 +194,9 @@ ALERTS = (
         "DataplaneFilesShort",
         'process_open_fds{job=~".*dataplane.*"} / process_max_fds > 0.8',
         "5m", "warning",
-        "{{ $labels.instance }} has opened {{ $value | humanizePercentage }} of the files it may",
-        "Allow it more (LimitNOFILE=)",
+        "{{ $labels.instance }} has opened {{ $value | humanizePercentage }} of the files that it "
+        "may open",
+        "Raise the limit of open files (LimitNOFILE=)",
         {
             'process_open_fds{instance="h1", job="dataplane"}': "900x60",
             'process_max_fds{instance="h1", job="dataplane"}': "1000x60",
@@ -205,7 +206,7 @@ ALERTS = (
             'process_max_fds{instance="h1", job="dataplane"}': "1000x60",
         },
         {"instance": "h1", "job": "dataplane"},
-        "h1 has opened 90% of the files it may",
+        "h1 has opened 90% of the files that it may open",
     ),
 )  # fmt: skip
 
