@@ -105,6 +105,12 @@ def of_tokens(columns: Columns) -> dict[str, Any]:
     return rejects({"id": pa.array([tokens[0] for tokens in columns["tokens"].to_pylist()])})
 
 
+def of_names(columns: Columns) -> dict[str, Any]:
+    """The images of files, beside the numbers that name them."""
+    names = columns["__key__"].to_pylist()
+    return {"id": pa.array([int(Path(name).stem) for name in names]), "image": columns["image"]}
+
+
 def collates(columns: dict[str, Any]) -> dict[str, Any]:
     """Fails at each batch that has one of these rows, which it does not name."""
     assert not {3, 17, 18, 40, 70, 119} & set(columns["id"].tolist())

@@ -4,6 +4,7 @@ run, and as docs/order.md says; each is in the job's ledger, and too many end th
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import json
@@ -176,6 +177,14 @@ def lost_files(shard: int) -> dict[str, bytes]:
     return {f"{shard}.jsonl": table} | {n: body for n, body in named.items() if n not in bad}
 
 
+def folder(shard: int) -> dict[str, bytes]:
+    """Files of images, of which some are cut short. Their names are the numbers of the rows."""
+    return {
+        f"{row:03}.png": encoded(drawn(12, 12, seed=row % 7), "PNG")[: -200 if row in BAD else None]
+        for row in of_shard(shard)
+    }
+
+
 FORMATS: dict[str, tuple[str, Callable[[int], bytes | dict[str, bytes]], dict[str, Any]]] = {
     "jsonl": ("jsonl", jsonl, {}),
     "tfrecord": ("tfrecord", tfrecord, {}),
@@ -195,22 +204,26 @@ FORMATS: dict[str, tuple[str, Callable[[int], bytes | dict[str, bytes]], dict[st
     ),
     "npy": ("npy", npy, {"map": "user_functions:rejects"}),
     "lost": ("jsonl", lost_files, {"files": "path"}),
+    "folder": (
+        "png",
+        folder,
+        {"map": "user_functions:of_names", "transforms": {"image": [CenterCrop(8)]}},
+    ),
+    "delta": ("parquet", parquet, {}),
     "where": ("parquet", whole, {"where": "large * 4 >= 0", "columns": ["id"]}),
     "collate": ("parquet", whole, {"collate": "user_functions:collates"}),
 }
+BY_BLOCK = {"parquet", "arrow", "delta"}
 
 
 def stands_for(name: str) -> dict[int, int]:
     """Return each bad row, and the row that takes its place."""
-    if name not in {"parquet", "arrow"}:
-        instead = {}
+    if name not in BY_BLOCK:
+        instead, size = {}, ROWS if name == "folder" else SHARD  # all files are one shard
         for row in BAD:
-            shard, bad = (
-                row // SHARD,
-                {other % SHARD for other in BAD if other // SHARD == row // SHARD},
-            )
-            keyed = substitute_key(SEED, shard, row % SHARD)
-            instead[row] = shard * SHARD + substitute(keyed, SHARD, bad)
+            shard, bad = row // size, {at % size for at in BAD if at // size == row // size}
+            keyed = substitute_key(SEED, shard, row % size)
+            instead[row] = shard * size + substitute(keyed, size, bad)
         return instead
     groups, bad_groups = SHARD // GROUP, {shard * SHARD // GROUP + at for shard, at in BAD_GROUPS}
     instead = {}
@@ -224,6 +237,10 @@ def stands_for(name: str) -> dict[int, int]:
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with contextlib.suppress(ImportError):  # deltalake keeps the descriptors that it opens
+        import deltalake
+
+        deltalake.write_deltalake(tmp_path_factory.mktemp("begun"), table_of(0))
     name, state = f"bad-rows-{os.getpid()}:7077", str(tmp_path_factory.mktemp("state"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DATAPLANE_STATE_DIR", state)
@@ -245,6 +262,11 @@ def folder_of(tmp_path: Path, name: str) -> str:
         several = written if isinstance(written, dict) else {f"{shard}.{suffix}": written}
         for path, content in several.items():
             (tmp_path / path).write_bytes(content)
+    if name == "delta":
+        pytest.importorskip("deltalake").convert_to_deltalake(tmp_path)
+        manifest = str(tmp_path / "table.manifest")  # nodes of a service open no tables
+        assert run(["index", f"delta+{tmp_path}", "-o", manifest]) == 0
+        return manifest
     return str(tmp_path)
 
 
@@ -287,7 +309,7 @@ def test_bad_rows_are_replaced_alike_everywhere_and_are_in_the_ledger(
         assert begun + ids(loader) == alone
     rows = {row["row"] + SHARD * row["shard"]: row for row in quarantined(service, name, capsys)}
     assert rows.keys() == instead.keys()
-    if name not in {"parquet", "arrow"}:
+    if name not in BY_BLOCK:
         assert {
             row: SHARD * noted["shard"] + noted["instead"] for row, noted in rows.items()
         } == instead
