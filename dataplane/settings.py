@@ -176,14 +176,15 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "join",
         ADDRESS_OR_NONE,
-        "the coordinator's address, for nodes without a coordinator of their own and for commands",
+        "the coordinator's address, for commands and for nodes that join a coordinator on another "
+        "host",
         fixed(""),
     ),
     Setting(
         "service",
         ADDRESS_OR_NONE,
-        "the coordinator's address that trainers use; by default the value of `join` or, if `join` "
-        "is not set, of `listen`",
+        "the coordinator's address that trainers use; set it for a node, too, if this address "
+        "differs from the node's `join` or, on the coordinator's host, from `listen`",
         fixed(""),
     ),
     Setting(
@@ -256,20 +257,20 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "fetch_count",
         units.COUNT,
-        "number of parallel reads from object storage, per node, at first; the node adds reads "
+        "initial number of parallel reads from object storage, per node; the node adds reads "
         "while a trainer waits and more reads raise the throughput",
         fixed(16),
     ),
     Setting(
         "fetch_timeout_s",
         units.SECONDS,
-        "deadline of one read from object storage; then the read is repeated",
+        "deadline of one read from object storage, after which the node repeats the read",
         fixed(30.0),
     ),
     Setting(
         "stall_timeout_s",
         units.SECONDS,
-        "how long a rank waits for a batch; then it gets an error with the reason",
+        "how long a rank waits for a batch before it raises an error with the reason",
         fixed(120.0),
     ),
     Setting(

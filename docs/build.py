@@ -92,7 +92,7 @@ def arguments() -> Iterator[str]:
     loader, more = loader_class(), option_docs()
     yield (
         "`DataLoader` and `ShardedIterableDataset` over urls take these arguments, and torch's `drop_last` and `pin_memory`."
-        " Over a torch Dataset, `DataLoader` has those of torch ([datasets.md](../datasets.md)), `device` and"
+        " Over a torch Dataset, `DataLoader` takes torch's arguments ([datasets.md](../datasets.md)), `device` and"
         " `snapshot_every_n_steps`. [Other loaders' names](../migrate/names.md) are in Migrate."
     )
     for text in ast.get_docstring(loader).splitlines():

@@ -220,8 +220,8 @@ _NOT_ONE = ("unix:", "0.0.0.0:", "[::]:")
 _FORMS = '"host:port", "[::1]:port" or "unix:/path"'
 ADDRESS = ValueKind(_FORMS, "ADDRESS", _address)
 DATA_ADDRESS = ValueKind(
-    '"host:port", "[::1]:port", ":port" for the address by which it reaches its coordinator, or '
-    '"none"',
+    '"host:port", "[::1]:port", ":port" at the address that the node uses to reach its '
+    'coordinator, or "none"',
     "ADDRESS",
     _data_address,
 )

@@ -120,9 +120,9 @@ class Mixture:
     - `sources`: a dict from names to sources or, with `temperature`, to urls.
     - `temperature`: shares in proportion to n^(1/temperature), where n is a source's number of
       samples. With 1, shares are in proportion to n; larger values give more equal shares.
-    - `unit`: what weights count. "samples"; "tokens", so that a source with longer samples gets
-      fewer samples (by the bytes of its columns, or by its mean_length); or "batch", with one
-      source in each global batch.
+    - `unit`: the unit of weights: "samples", "tokens" or "batch". With "tokens", a source with
+      longer samples gets fewer samples; lengths are estimated from the bytes of columns, or given
+      by mean_length. With "batch", each global batch comes from one source.
     - `exhausted`: what happens when a source was read max_passes times. "stop" ends the epoch.
       "renormalise" continues with the other sources, until all are read. "cycle" reads the source
       again, until each source was read at least once.

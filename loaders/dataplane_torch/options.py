@@ -41,11 +41,10 @@ class OrderArguments(TypedDict, total=False):
     """The seed of all random numbers. Runs with the same seed have the same order."""
     lanes: int | None
     """The number of places of the dataset at which the shuffle reads at the same time; by default,
-    the dataset decides.
-    """
+    it follows from the size of the dataset."""
     window: int | None
-    """The number of consecutive samples of each lane that are shuffled together; by default, the
-    dataset decides."""
+    """The number of consecutive samples of each lane that are shuffled together; by default, it
+    follows from the size of the dataset."""
     global_batch_size: int | None
     """The number of samples of a step over all ranks, instead of `batch_size`. A run can then
     continue on another number of ranks with the same steps.
@@ -109,8 +108,8 @@ class PlaceArguments(TypedDict, total=False):
     device_mesh: DeviceMesh | None
     """A DeviceMesh, from which the loader takes the data-parallel rank of this process."""
     batch_axes: Sequence[str | int] | None
-    """The axes of the mesh along which batches differ; by default, the loader knows them by
-    name."""
+    """The axes of the mesh along which batches differ; needed only for axes with unusual
+    names."""
     dp_rank: int | None
     """The data-parallel rank of this process; also pass `dp_size`."""
     dp_size: int | None
@@ -159,8 +158,8 @@ class JobArguments(TypedDict, total=False):
     stages: Sequence[Stage] | None
     """The stages of a run, one after the other: `[Stage(steps=9000, max_length=4096),
     Stage(change="unread", max_length=32768)]`. Each Stage but the last has `steps` or `epochs`. A
-    Stage also takes all options that differ from the loader's, `batch_size`, `shuffle`, and another
-    dataset as first argument ([example](../howto/sequence-length.md)).
+    Stage also takes another dataset as first argument, and options that differ from the
+    loader's, such as `batch_size` ([example](../howto/sequence-length.md)).
     """
     replay_first_slab: bool
     """If true, repeat the first batches of each epoch, to measure the trainer alone. Such a run has
