@@ -90,7 +90,7 @@ def test_a_node_settles_when_it_serves() -> None:
     code = (
         "import gc\n"
         "from dataplane.commands import serve\n"
-        "from dataplane.commands.supervision import Notices\n"
+        "from dataplane.commands.serve import Notices\n"
         "from dataplane.node import __main__\n"
         "__main__._started(None)\n"
         "print(gc.get_freeze_count())\n"
