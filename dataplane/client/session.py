@@ -191,6 +191,14 @@ class Session:
             and begin < entry.position.cursor < end
         )
 
+    def _taken_before(self, place: LedgerPosition) -> set[int]:
+        """Return the numbers of the entries that take rows out before this place."""
+        return {
+            entry.seq
+            for entry in self._midway.values()
+            if entry.kind == TOMBSTONE and entry.position < place
+        }
+
     def learn(self, entries: Iterable[LedgerEntry]) -> None:
         """Note weights and rows to leave out that people requested while the job ran."""
         some = {entry.seq: entry for entry in entries if is_midway(entry, self._generation)}
@@ -212,8 +220,11 @@ class Session:
             state = structs.replace(state, ahead=self._ahead, asked_weights=self.asked_weights)
         gaps = changes_of(job.entries).gaps(epoch)
         mark = state.mark
-        if self.mixes_applied:
-            last = LedgerMark.of(self._midway[max(self.mixes_applied)])
+        # At the start of an epoch, not all ranks know of rows beyond the end of the epoch before.
+        begun = LedgerPosition(epoch - 1, sample_count) if epoch and not cursor else None
+        taken = self._taken_before(begun or LedgerPosition(epoch, cursor))
+        if applied := self.mixes_applied | taken:
+            last = LedgerMark.of(self._midway[max(applied)])
             mark = last if mark is None or mark.seq < last.seq else mark
         return structs.replace(
             state,
@@ -227,6 +238,7 @@ class Session:
     def ledger(self, epoch: int, cursor: int, schedule: Schedule | None = None) -> str:
         """Return the job's ledger at this place, as JSON lines."""
         source, mixture, job = self.request.source, self.request.mixture, self.job
+        is_taken = any(entry.kind == TOMBSTONE for entry in self._midway.values())
         mixed = job.spec.mixture
         if mixed is not None and self.mix is not None:
             mixed = mixed.with_history(self.mix)
@@ -246,6 +258,7 @@ class Session:
                 for named in sources
             ),
             schedule,
+            job.generation if is_taken else 0,
             tuple(
                 {
                     mix_entry.seq: mix_entry for mix_entry in (*job.entries, *self._midway.values())

@@ -290,7 +290,8 @@ class LeftOut:
             LedgerPosition(epoch, position),
         )
         dataset = dataset_of(ledger.spec, ledger.dataset)
-        return changes_at(ledger.entries, ledger.spec, dataset, reached, place)
+        generation = ledger.generation
+        return changes_at(ledger.entries, ledger.spec, dataset, reached, place, generation)
 
     def rows_for(self, changes: Changes) -> RowsFor | None:
         """Return the rows that replace removed ones; None if no rows were removed."""

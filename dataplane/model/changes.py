@@ -463,9 +463,11 @@ def changes_at(
     dataset: DatasetIdentity,
     reached: LedgerPosition,
     place: LedgerPosition,
+    generation: int = 0,
 ) -> Changes:
     """Return the changes of the launch that reads this place: the present launch if the job is
     running and has not passed the place, otherwise the next one. `reached` is how far the job is.
+    Without starts of launches, `generation` is the launch of the loader that saved the entries.
     """
     launches = [entry for entry in entries if entry.kind in ("start", "end")]
     is_running = bool(launches) and launches[-1].kind == "start"
@@ -475,7 +477,7 @@ def changes_at(
         ]
         entries = launch_entries(entries, starts[-1], place) if starts else ()
     elif not launches:  # saved by a loader
-        entries = taken_by(entries, None, place)
+        entries = taken_by(entries, generation, place)
     entries = [entry for entry in entries if entry.by != LOADER or entry.position <= place]
     return changes_of(in_force(entries, spec, dataset))
 

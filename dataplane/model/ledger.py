@@ -27,6 +27,7 @@ from dataplane.model.records import DatasetIdentity, Unsigned
 from dataplane.model.typed import complete
 
 LEDGER_VERSION = 1
+_OPTIONAL = {"schedule", "generation"}
 MARK = b'{"ledger":'
 """The first bytes of a saved ledger, by which it is recognised."""
 
@@ -132,6 +133,7 @@ class Ledger(Struct, frozen=True):
     """A job: its dataset, its spec, its progress, and its entries. `dataset` is None if it is
     unknown. `urls` are the urls of all sources of a mixture; `sources` lists them by source, and is
     empty if it is unknown which source has which urls. `schedule` is what is left of a schedule.
+    `generation` is that of the loader's launch if rows were taken out of the running job, else 0.
     """
 
     job_id: str
@@ -145,6 +147,7 @@ class Ledger(Struct, frozen=True):
     dataset: DatasetIdentity | None = None
     sources: tuple[SourceUrls, ...] = ()
     schedule: Schedule | None = None
+    generation: int = 0
     entries: tuple[LedgerEntry, ...] = ()
 
     @property
@@ -157,8 +160,9 @@ class Ledger(Struct, frozen=True):
         about: dict[str, Any] = {"ledger": LEDGER_VERSION, "head": self.head}
         for name in self.__struct_fields__[:-1]:
             about[name] = msgspec.to_builtins(getattr(self, name))
-        if self.schedule is None:
-            del about["schedule"]
+        for name in _OPTIONAL:
+            if not about[name]:
+                del about[name]
         lines = (_first_line(about), *(entry.line for entry in self.entries))
         return "".join(f"{line}\n" for line in lines)
 
@@ -174,7 +178,7 @@ class Ledger(Struct, frozen=True):
             _check_plain([first, lines])
             version = first.pop("ledger")
             if version == LEDGER_VERSION:
-                names = set(cls.__struct_fields__[:-1]) - ({"schedule"} - first.keys())
+                names = set(cls.__struct_fields__[:-1]) - (_OPTIONAL - first.keys())
                 known = {name: first[name] for name in names}
                 entries = [LedgerEntry.of_plain(line) for line in lines]
                 ledger = msgspec.convert({**known, "entries": entries}, complete(cls))

@@ -18,12 +18,14 @@ from dataplane.model.changes import (
     ALL_ROWS,
     TOMBSTONE,
     Changes,
+    apart,
     changes_of,
     dataset_of,
     in_force,
     is_midway,
     launch_entries,
     number_of,
+    taken_by,
 )
 from dataplane.model.config import JobSpec
 from dataplane.model.ledger import Ledger, LedgerPosition
@@ -231,8 +233,13 @@ def _launches(ledger: Ledger) -> list[_Launch]:
     dataset = dataset_of(ledger.spec, ledger.dataset)
     starts = [entry for entry in ledger.entries if entry.kind == "start"]
     if not starts:  # saved by a loader: it has changes, but no launches
-        changes = changes_of(in_force(ledger.entries, ledger.spec, dataset))
-        return [_Launch(_START, ledger.spec.global_batch, changes)]
+        whole, midway = apart(ledger.entries, ledger.generation)
+        batch, launches = ledger.spec.global_batch, list[_Launch]()
+        places = {_START, *(entry.position for entry in midway if entry.kind == TOMBSTONE)}
+        for at in sorted(places):
+            own = (*whole, *taken_by(midway, ledger.generation, at))
+            launches.append(_Launch(at, batch, changes_of(in_force(own, ledger.spec, dataset))))
+        return launches
     launches = [_Launch(_START, number_of(starts[0], "global_batch", 1), Changes())]
     for entry in starts:
         while launches and launches[-1].at >= entry.position:

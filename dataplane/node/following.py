@@ -12,10 +12,10 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from dataplane.model.changes import MIX, TOMBSTONE, EpochSteps, changes_of, mix_of_entry
-from dataplane.model.errors import DataplaneError
+from dataplane.model.errors import ConfigError, DataplaneError
 from dataplane.model.ledger import LedgerEntry, LedgerPosition
 from dataplane.model.records import TakenMidway
 from dataplane.node.delivery import Send
@@ -102,11 +102,10 @@ class Following:
         `per_s` samples a second over all ranks. Return whether the member has made a promise, for
         which others wait. A member makes no promise before it has begun to read, since nobody here
         knows where it will begin. `refusal` says why the member cannot read the proposed weights.
+
+        Raises:  ConfigError: the member has read on past rows that others have taken out.
         """
-        known = self.known_entry
-        self.entries += [entry for entry in verdict.entries if entry.seq > known]
-        for entry in verdict.entries:  # so that a damaged entry fails here, not in a trainer's loop
-            mix_of_entry(entry) if entry.kind == MIX else changes_of((entry,))
+        self._learn(verdict.entries)
         proposal, had = verdict.proposal, self.promise
         if proposal is None:
             self.promise = None
@@ -124,6 +123,16 @@ class Following:
         if not self._waiting:
             self._waits_since = None
         return self.promise is not None and self.promise is not had
+
+    def _learn(self, entries: Sequence[LedgerEntry]) -> None:
+        known = self.known_entry
+        new = [entry for entry in entries if entry.seq > known]
+        for entry in new:
+            if entry.kind == TOMBSTONE and entry.position < self._handed:
+                raise _passed(entry, self._handed)
+        self.entries += new
+        for entry in entries:  # so that a damaged entry fails here, not in a trainer's loop
+            mix_of_entry(entry) if entry.kind == MIX else changes_of((entry,))
 
     def is_overdue(self, now: float, patience_s: float) -> bool:
         """Whether slabs have waited for `patience_s`, counted from the first call that saw them."""
@@ -148,7 +157,17 @@ class Following:
             return MixPromise(proposal.request, handed, refusal=refusal)
         if proposal.at is not None:
             return MixPromise(proposal.request, max(handed, proposal.at), handed > proposal.at)
-        batch = self._global_batch
-        ahead = -(-(handed.cursor + int(per_s * AHEAD_S)) // batch) * batch
+        batch = self._global_batch  # counted from `handed`, which may not be a multiple of it
+        ahead = handed.cursor + -(-int(per_s * AHEAD_S) // batch) * batch
         cursor = max(handed.cursor, min(ahead, _CURSOR_MAX))
         return MixPromise(proposal.request, LedgerPosition(handed.epoch, cursor))
+
+
+def _passed(entry: LedgerEntry, handed: LedgerPosition) -> ConfigError:
+    at = entry.position
+    return ConfigError(
+        f"rows were taken out of this job from sample {at.cursor} of epoch {at.epoch} on (entry"
+        f" {entry.seq} of its ledger) while the node of this rank could not reach the coordinator,"
+        f" and the rank was given samples up to {handed.cursor} of epoch {handed.epoch}: stop this"
+        " launch, and resume the job from its checkpoint",
+    )

@@ -301,19 +301,27 @@ class Heartbeat:
                 self._end(member, error)
         elif verdict.error is not None:
             self._end(member, verdict.error)
-        elif member.following is not None and await self._follow(member, verdict):
+        elif await self._follow(member, verdict):
             self._jobs.joined.set()  # beat soon: other members wait for the promise
         elif self._sees_all_ranks(member) and verdict.missing_for_s > self._join_timeout_s:
             self._end(member, self._missing(member, verdict))
 
     async def _follow(self, member: ServedMember, verdict: membership.MemberVerdict) -> bool:
-        """Handle a verdict that may change a mixture's weights; return what `heard` returns."""
+        """Handle a verdict that may change the job; return what `heard` returns, or False if the
+        member was ended since it cannot follow any more.
+        """
         following, refusal = member.following, ""
-        assert following is not None
+        if following is None:
+            return False
         if verdict.proposal is not None and following.is_new(verdict.proposal):
             refusal = await asyncio.to_thread(refusal_of, member, verdict.proposal)
         per_s = member.rate * member.request.topology.dp_size
-        return following.heard(verdict, member.place_reached, per_s, refusal)
+        try:
+            return following.heard(verdict, member.place_reached, per_s, refusal)
+        except ConfigError as error:
+            following.refuse(error)
+            self._end(member, error)
+            return False
 
     def _missing(self, member: ServedMember, verdict: membership.MemberVerdict) -> ConfigError:
         ranks, place = ", ".join(map(str, verdict.missing_dp_ranks)), member.request.topology

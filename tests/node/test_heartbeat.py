@@ -13,10 +13,10 @@ from small_engine import SmallEngine
 
 from dataplane.base.trace import Trace
 from dataplane.coordinator.front import Coordinator, CoordinatorConfig
-from dataplane.model.changes import EpochSteps, ReplacedRow
+from dataplane.model.changes import TOMBSTONE, EpochSteps, ReplacedRow
 from dataplane.model.config import VERSION
-from dataplane.model.errors import CorruptShard, DataStallError, LeaseFenced
-from dataplane.model.ledger import LedgerPosition
+from dataplane.model.errors import ConfigError, CorruptShard, DataStallError, LeaseFenced
+from dataplane.model.ledger import LedgerEntry, LedgerPosition
 from dataplane.model.records import End, Region, Topology
 from dataplane.node import heartbeat
 from dataplane.node.delivery import ReplacedRows
@@ -190,6 +190,27 @@ def test_2_who_waits_too_long_for_the_outcome_gets_an_error_and_nothing_else() -
     send(8, SLAB)
     assert not following.heard(NOTHING, START, 0.0)
     assert (found[2:], released) == ([(8, SLAB)], [5, 5])
+
+
+def test_promised_places_are_those_at_which_steps_begin() -> None:
+    following = Following((), 8, lambda _: None, follows=True)
+    following.heard(PROPOSED, LedgerPosition(0, 12), 3.0)  # the launch began within a step of 8
+    assert following.promise is not None
+    assert following.promise.position == LedgerPosition(0, 28)
+
+
+def test_who_has_read_on_past_rows_that_others_took_out_gets_an_error() -> None:
+    following = Following((), 8, lambda _: None, follows=True)
+    send = following.sending(0, STEPS, 0, lambda number, body: None)
+    payload = '{"generation":1,"layout":"x","rows":[[0,3]]}'
+    entries = [
+        LedgerEntry(seq, TOMBSTONE, LedgerPosition(0, cursor), payload, "me", 0.0, "")
+        for seq, cursor in ((1, 8), (2, 0))
+    ]
+    send(7, SLAB)  # samples 0 to 7
+    assert not following.heard(MemberVerdict("m", entries=(entries[0],)), START, 0.0)
+    with pytest.raises(ConfigError, match=r"from sample 0 of epoch 0 .* given samples up to 8"):
+        following.heard(MemberVerdict("m", entries=tuple(entries)), START, 0.0)
 
 
 def test_what_a_member_says_of_itself_fits_into_a_promise() -> None:

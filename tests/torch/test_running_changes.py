@@ -109,6 +109,12 @@ def large_shards(folder: Path, rows: int, count: int) -> str:
     return manifest
 
 
+def wait_for_start(command: Command) -> None:
+    """Wait until the coordinator knows that the job has begun to read."""
+    while [one["kind"] for one in command("ledger", "show", "j")][-1:] != ["start"]:
+        threading.Event().wait(0.05)
+
+
 def test_a_running_job_leaves_a_lost_shard_out_from_a_step_that_all_ranks_agree_on(
     command: Command, tmp_path: Path
 ) -> None:
@@ -121,6 +127,7 @@ def test_a_running_job_leaves_a_lost_shard_out_from_a_step_that_all_ranks_agree_
     with ranks(manifest, 3, **options) as loaders:
         passes = [iter(loader) for loader in loaders]
         given = [[next(one)["id"].tolist() for one in passes] for _ in range(3)]
+        wait_for_start(command)
         told = command("tombstone", "j", "--shard", "s07.parquet", *data)
         at = told["entry"]["position"]
         assert told["is_running"]
@@ -163,6 +170,55 @@ def test_a_running_job_leaves_a_lost_shard_out_from_a_step_that_all_ranks_agree_
         if step > there:
             assert digests == {states[-1][0]["digest"]["value"]}
     assert command("ledger", "verify", "j")["ok"]
+
+
+def test_ledgers_of_each_launch_know_where_it_left_rows_out(
+    command: Command, tmp_path: Path
+) -> None:
+    rows = 64
+    manifest = large_shards(tmp_path, rows, 42)
+    options = {**OPTIONS, "window": 4 * rows, "columns": ["id", "pad"]}
+    with ranks(manifest, 1, **options | {"global_batch_size": 12}) as (loader,):
+        next(iter(loader))
+        state = loader.state_dict()
+    with ranks(manifest, 2, state, **options) as loaders:
+        passes = [iter(loader) for loader in loaders]
+        given = [[next(one)["id"].tolist() for one in passes] for _ in range(3)]
+        early = [loader.state_dict() for loader in loaders]
+        given += [[next(one)["id"].tolist() for one in passes] for _ in range(2)]
+        wait_for_start(command)
+        read_now = {row // rows for step in given[3:] for part in step for row in part}
+        entries = [
+            command("tombstone", "j", "--shard", f"s{shard:02}.parquet", "--data", manifest)[
+                "entry"
+            ]
+            for shard in sorted(read_now)[:2]
+        ]
+        # Steps of this launch begin at odd places.
+        assert all((entry["position"]["cursor"] - 12) % BATCH == 0 for entry in entries)
+        states = early
+        while got := [one for one in (next(each, None) for each in passes) if one is not None]:
+            given.append([one["id"].tolist() for one in got])
+            states = [loader.state_dict() for loader in loaders]
+            assert states[0] == states[1]
+        # A coordinator without these entries is noticed.
+        assert early[0]["ledger"]["entry"] < entries[0]["seq"]
+        assert states[0]["ledger"]["entry"] == entries[-1]["seq"]
+        (tmp_path / "first.jsonl").write_text(loaders[0].ledger())
+    runs = [("first", 0, joined([list(rank) for rank in zip(*given, strict=True)]))]
+    with ranks(manifest, 4, early[0], **options) as loaders:
+        passes = [[batch["id"].tolist() for batch in loader] for loader in loaders]
+        (tmp_path / "second.jsonl").write_text(loaders[0].ledger())
+    runs.append(("second", 3, joined(passes)))
+    for name, first, batches in runs:
+        for step, batch in enumerate(batches[:8], first):
+            traced = command(
+                "trace", str(tmp_path / f"{name}.jsonl"), "--epoch", "0", "--step", str(step),
+                "--cursor", "12", "--data", manifest,
+            )  # fmt: skip
+            assert [int(one["shard"][-10:-8]) * rows + one["row"] for one in traced] == batch
+    files = [str(tmp_path / f"{name}.jsonl") for name in ("first", "second")]
+    assert run(["ledger", "diff", *files]) == 1
 
 
 def test_a_second_launch_of_one_name_says_that_it_ends_the_first(
