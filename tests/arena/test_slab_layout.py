@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import ast
-import re
-from pathlib import Path
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-import dataplane
 from dataplane.arena import slab_layout
 from dataplane.arena.slab_layout import ALIGN_BYTES, TEXTS
 from dataplane.model.records import ColumnSpec, Kind, Region
@@ -67,22 +62,3 @@ def test_a_slot_is_a_slab_and_behind_it_the_row_index(rows: int, pages: int) -> 
     assert index.length == 8 * rows
     assert index.offset % ALIGN_BYTES == 0
     assert 0 <= slot.offset + slot.length - index.offset - index.length < ALIGN_BYTES
-
-
-def test_no_other_module_says_how_slabs_are_aligned_or_how_long_a_side_is() -> None:
-    root = Path(dataplane.__file__).parents[1]
-    paths = [path for top in ("dataplane", "loaders") for path in (root / top).rglob("*.py")]
-    own = Path(slab_layout.__file__)
-    for path in paths:
-        text = path.read_text()
-        assigned = [
-            target.id
-            for node in ast.walk(ast.parse(text if "ALIGN" in text else ""))
-            if isinstance(node, ast.Assign | ast.AnnAssign)
-            for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
-            if isinstance(target, ast.Name)
-        ]
-        # Restart indexes have a different alignment.
-        is_other = path.name == "restart_indexes.py"
-        assert path == own or is_other or not [name for name in assigned if "ALIGN" in name], path
-        assert path == own or not re.search(r"\(.*rows \+ 1\) \* ", text), path

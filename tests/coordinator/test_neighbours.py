@@ -67,31 +67,6 @@ def test_1_the_disk_of_a_node_is_told_of(machine):
     assert found == NeighbourNode("n0", at(0), 100, disk_id="d0")
 
 
-def test_1_a_node_without_an_address_is_told_and_not_told_of(machine):
-    here(machine, 0)
-    machine.ask(node("n1"))
-    assert names(machine.ask(join(1, 4, node_id="n1")).nodes) == ["n0"]
-
-
-def test_1_a_node_whose_last_member_left_or_was_silent_is_no_longer_told_of(machine):
-    here(machine, 0, 1, 2)
-    machine.ask(leave("m2-i1", node_id="n2"))
-    assert names(told(machine, 0)) == ["n0", "n1"]
-    for _ in range(4):
-        machine.wait(LEASE_S / 3)
-        last = told(machine, 0)
-    assert names(last) == ["n0"]
-    machine.ask(join(1, 4, node_id="n1"))
-    assert names(told(machine, 0)) == ["n0", "n1"]
-
-
-def test_1_a_member_that_joins_through_another_node_takes_its_job_there(machine):
-    here(machine, 0, 1)
-    machine.ask(node("n2", data_address=at(2)))
-    machine.ask(join(1, 4, node_id="n2"))
-    assert names(told(machine, 0)) == ["n0", "n2"]
-
-
 def test_1_a_new_generation_is_told_only_to_its_own_members(machine):
     before = here(machine, 0, 1).nodes
     after = machine.ask(join(0, 4, incarnation="i2")).nodes
@@ -100,15 +75,6 @@ def test_1_a_new_generation_is_told_only_to_its_own_members(machine):
     answer = machine.ask(beat(progress("m1-i1", 1), node_id="n1", data_address=at(1)))
     assert isinstance(answer.verdicts[0].error, LeaseExpired)
     assert answer.jobs == ()
-
-
-def test_1_addresses_of_one_host_are_told_only_as_long_as_there_are_no_others(machine):
-    for number in range(2):
-        machine.ask(node(f"n{number}", data_address=f"127.0.0.1:{70 + number}"))
-        nodes = machine.ask(join(number, 4, node_id=f"n{number}")).nodes
-    assert names(nodes) == ["n0", "n1"]
-    machine.ask(node("n2", data_address=at(2)))
-    assert names(machine.ask(join(2, 4, node_id="n2")).nodes) == ["n2"]
 
 
 def test_2_another_secret_means_another_version(machine):

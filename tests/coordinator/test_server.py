@@ -76,105 +76,79 @@ async def kill(process):
     await process.wait()
 
 
-def test_a_coordinator_killed_and_restarted_stops_no_rank(tmp_path):
-    async def main():
-        database = tmp_path / "c.db"
-        # No other process uses this host of 127.0.0.0/8, so the port stays free meanwhile.
-        host = ".".join(map(str, (127, *os.urandom(2), 1)))
-        process, address = await start_process(database, f"{host}:0")
-        client = CoordinatorClient(address, TRUSTED, patience_s=60.0, identity=OWN)
-        for rank in range(2):
-            assert (await client.join(join(rank))).generation == 1
-        await kill(process)
-        with pytest.raises(PeerLost, match="nobody answers at"):
-            await client.heartbeat(beat(progress()))
+async def test_a_coordinator_killed_and_restarted_stops_no_rank(tmp_path):
+    database = tmp_path / "c.db"
+    # No other process uses this host of 127.0.0.0/8, so the port stays free meanwhile.
+    host = ".".join(map(str, (127, *os.urandom(2), 1)))
+    process, address = await start_process(database, f"{host}:0")
+    client = CoordinatorClient(address, TRUSTED, patience_s=60.0, identity=OWN)
+    for rank in range(2):
+        assert (await client.join(join(rank))).generation == 1
+    await kill(process)
+    with pytest.raises(PeerLost, match="nobody answers at"):
+        await client.heartbeat(beat(progress()))
 
-        late = asyncio.create_task(client.join(join(1)))
-        process, again = await start_process(database, address)
-        assert again == address
-        assert (await late).generation == 1
-        both = beat(progress(cursor=3), progress("m1-i1", cursor=4))
-        verdicts = (await client.heartbeat(both)).verdicts
-        assert [(one.error, one.missing_dp_ranks) for one in verdicts] == [(None, ())] * 2
-        assert (await client.join(join(0, incarnation="i2"))).generation == 2
+    late = asyncio.create_task(client.join(join(1)))
+    process, again = await start_process(database, address)
+    assert again == address
+    assert (await late).generation == 1
+    both = beat(progress(cursor=3), progress("m1-i1", cursor=4))
+    verdicts = (await client.heartbeat(both)).verdicts
+    assert [(one.error, one.missing_dp_ranks) for one in verdicts] == [(None, ())] * 2
+    assert (await client.join(join(0, incarnation="i2"))).generation == 2
 
-        await kill(process)
-        process, again = await start_process(database, address)
-        with pytest.raises(SpecMismatch, match="asks for seed=7"):
-            await client.join(join(1, incarnation="i2", spec=structs.replace(SPEC, seed=7)))
-        await client.close()
-        await kill(process)
-
-    asyncio.run(main())
+    await kill(process)
+    process, again = await start_process(database, address)
+    with pytest.raises(SpecMismatch, match="asks for seed=7"):
+        await client.join(join(1, incarnation="i2", spec=structs.replace(SPEC, seed=7)))
+    await client.close()
+    await kill(process)
 
 
-def test_a_killed_coordinator_on_a_socket_file_can_be_replaced(tmp_path):
-    async def main():
-        address = f"unix:{tmp_path}/c.sock"
-        process, _ = await start_process(tmp_path / "c.db", address)
-        mode = (tmp_path / "c.sock").stat().st_mode
-        assert stat.S_IMODE(mode) == 0o600
-        with pytest.raises(ConfigError, match="another service listens at"):
-            await CoordinatorServer(CONFIG, address, TRUSTED).start()
-        await kill(process)
-        assert (tmp_path / "c.sock").exists()
-        server = CoordinatorServer(CONFIG, address, TRUSTED)
-        assert await server.start() == address
-        await server.stop()
-        assert list(tmp_path.glob("*.sock")) == []
-
-    asyncio.run(main())
+async def test_a_killed_coordinator_on_a_socket_file_can_be_replaced(tmp_path):
+    address = f"unix:{tmp_path}/c.sock"
+    process, _ = await start_process(tmp_path / "c.db", address)
+    mode = (tmp_path / "c.sock").stat().st_mode
+    assert stat.S_IMODE(mode) == 0o600
+    with pytest.raises(ConfigError, match="another service listens at"):
+        await CoordinatorServer(CONFIG, address, TRUSTED).start()
+    await kill(process)
+    assert (tmp_path / "c.sock").exists()
+    server = CoordinatorServer(CONFIG, address, TRUSTED)
+    assert await server.start() == address
+    await server.stop()
+    assert list(tmp_path.glob("*.sock")) == []
 
 
-def test_a_file_that_is_not_a_socket_is_not_removed(tmp_path):
-    async def main():
-        (tmp_path / "thesis").write_text("years of work")
-        with pytest.raises(ConfigError, match="is a file, not a socket"):
-            await CoordinatorServer(CONFIG, f"unix:{tmp_path}/thesis", TRUSTED).start()
-        with pytest.raises(ConfigError, match="folder must exist"):
-            await CoordinatorServer(CONFIG, f"unix:{tmp_path}/no/c.sock", TRUSTED).start()
-        assert (tmp_path / "thesis").read_text() == "years of work"
-
-    asyncio.run(main())
+async def test_a_file_that_is_not_a_socket_is_not_removed(tmp_path):
+    (tmp_path / "thesis").write_text("years of work")
+    with pytest.raises(ConfigError, match="is a file, not a socket"):
+        await CoordinatorServer(CONFIG, f"unix:{tmp_path}/thesis", TRUSTED).start()
+    with pytest.raises(ConfigError, match="folder must exist"):
+        await CoordinatorServer(CONFIG, f"unix:{tmp_path}/no/c.sock", TRUSTED).start()
+    assert (tmp_path / "thesis").read_text() == "years of work"
 
 
-def test_a_taken_port_is_named_with_what_to_do():
-    async def main():
-        with socket.create_server(("127.0.0.1", 0)) as other:
-            port = other.getsockname()[1]
-            with pytest.raises(ConfigError, match=rf"on port {port}\? Stop it, choose another"):
-                await CoordinatorServer(CONFIG, f"127.0.0.1:{port}", TRUSTED).start()
-        server = CoordinatorServer(CONFIG, LOCAL, TRUSTED)
-        address = await server.start()
-        with pytest.raises(ConfigError, match="Address already in use"):
-            await CoordinatorServer(CONFIG, address, TRUSTED).start()
-        await server.stop()
-
-    asyncio.run(main())
-
-
-def test_the_error_of_an_equal_second_service_is_about_its_address_and_not_its_file(tmp_path):
-    async def main():
-        config = structs.replace(CONFIG, database=str(tmp_path / "c.db"))
-        server = CoordinatorServer(config, LOCAL, TRUSTED)
-        address = await server.start()
-        with pytest.raises(ConfigError, match="Address already in use"):
-            await CoordinatorServer(config, address, TRUSTED).start()
-        await server.stop()
-
-    asyncio.run(main())
+async def test_a_taken_port_is_named_with_what_to_do_and_not_the_file_of_an_equal_service(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"on port {port}\? Stop it, choose another"):
+            await CoordinatorServer(CONFIG, f"127.0.0.1:{port}", TRUSTED).start()
+    config = structs.replace(CONFIG, database=str(tmp_path / "c.db"))
+    server = CoordinatorServer(config, LOCAL, TRUSTED)
+    address = await server.start()
+    with pytest.raises(ConfigError, match="Address already in use"):
+        await CoordinatorServer(config, address, TRUSTED).start()
+    await server.stop()
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0"])
-def test_only_loopback_is_bound_by_default(address):
-    async def main():
-        with pytest.raises(ConfigError, match=r"open to the network.*--insecure"):
-            await CoordinatorServer(CONFIG, address, TRUSTED).start()
-        server = CoordinatorServer(CONFIG, address, structs.replace(TRUSTED, insecure=True))
-        assert await server.start() != address
-        await server.stop()
-
-    asyncio.run(main())
+async def test_only_loopback_is_bound_by_default(address):
+    with pytest.raises(ConfigError, match=r"open to the network.*--insecure"):
+        await CoordinatorServer(CONFIG, address, TRUSTED).start()
+    server = CoordinatorServer(CONFIG, address, structs.replace(TRUSTED, insecure=True))
+    assert await server.start() != address
+    await server.stop()
 
 
 @pytest.mark.parametrize(
@@ -191,24 +165,18 @@ def test_only_loopback_is_bound_by_default(address):
         ("192.0.2.1:1", "open to the network"),
     ],
 )
-def test_an_invalid_address_is_refused(address, words):
-    async def main():
-        with pytest.raises(ConfigError, match=words):
-            await CoordinatorServer(CONFIG, address, TRUSTED).start()
-
-    asyncio.run(main())
+async def test_an_invalid_address_is_refused(address, words):
+    with pytest.raises(ConfigError, match=words):
+        await CoordinatorServer(CONFIG, address, TRUSTED).start()
 
 
-def test_a_store_that_cannot_be_opened_leaves_nothing_running(tmp_path):
-    async def main():
-        (tmp_path / "c.db").write_text("not a database, but long enough to look at" * 100)
-        config = structs.replace(CONFIG, database=str(tmp_path / "c.db"))
-        address = f"unix:{tmp_path}/c.sock"
-        with pytest.raises(ConfigError, match="is damaged"):
-            await CoordinatorServer(config, address, TRUSTED).start()
-        assert list(tmp_path.glob("*.sock")) == []
-
-    asyncio.run(main())
+async def test_a_store_that_cannot_be_opened_leaves_nothing_running(tmp_path):
+    (tmp_path / "c.db").write_text("not a database, but long enough to look at" * 100)
+    config = structs.replace(CONFIG, database=str(tmp_path / "c.db"))
+    address = f"unix:{tmp_path}/c.sock"
+    with pytest.raises(ConfigError, match="is damaged"):
+        await CoordinatorServer(config, address, TRUSTED).start()
+    assert list(tmp_path.glob("*.sock")) == []
 
 
 class Slow:
@@ -267,114 +235,92 @@ def test_a_node_says_once_that_joins_are_refused_while_its_heartbeats_are_answer
     assert accepted.startswith("coordinator accepts a join again address=127.0.0.1:")
 
 
-def test_draining_answers_what_is_in_flight_and_sends_the_rest_away():
-    async def main():
-        service, server = Slow(), GrpcServer(LOCAL, TRUSTED)
-        address = await server.start(service)
-        client = CoordinatorClient(address, TRUSTED, patience_s=0.0, identity=OWN)
-        channel = grpc.aio.insecure_channel(address)
-        health = health_pb2_grpc.HealthStub(channel)
-        request = health_pb2.HealthCheckRequest(service=COORDINATOR)
-        assert (await health.Check(request)).status == SERVING
-        watched = health.Watch(request, metadata=TRUSTED.metadata())
-        assert (await watched.read()).status == SERVING
+async def test_draining_answers_what_is_in_flight_and_sends_the_rest_away():
+    service, server = Slow(), GrpcServer(LOCAL, TRUSTED)
+    address = await server.start(service)
+    client = CoordinatorClient(address, TRUSTED, patience_s=0.0, identity=OWN)
+    channel = grpc.aio.insecure_channel(address)
+    health = health_pb2_grpc.HealthStub(channel)
+    request = health_pb2.HealthCheckRequest(service=COORDINATOR)
+    assert (await health.Check(request)).status == SERVING
+    watched = health.Watch(request, metadata=TRUSTED.metadata())
+    assert (await watched.read()).status == SERVING
 
-        pending = asyncio.create_task(client.join(join(0)))
-        await service.asked.wait()
-        stopping = asyncio.create_task(server.stop(60.0))
-        assert (await watched.read()).status == NOT_SERVING
-        assert (await health.Check(request)).status == NOT_SERVING
-        with pytest.raises(PeerLost, match="is stopping"):
-            await client.heartbeat(beat())
-        service.answer.set()
-        assert (await pending).generation == 5
-        await stopping
-        await server.stop(0.0)
-        await channel.close()
-        await client.close()
-
-    asyncio.run(main())
+    pending = asyncio.create_task(client.join(join(0)))
+    await service.asked.wait()
+    stopping = asyncio.create_task(server.stop(60.0))
+    assert (await watched.read()).status == NOT_SERVING
+    assert (await health.Check(request)).status == NOT_SERVING
+    with pytest.raises(PeerLost, match="is stopping"):
+        await client.heartbeat(beat())
+    service.answer.set()
+    assert (await pending).generation == 5
+    await stopping
+    await server.stop(0.0)
+    await channel.close()
+    await client.close()
 
 
-def test_a_call_that_outlives_the_grace_is_cut_off(caplog):
-    async def main():
-        service, server = Slow(), GrpcServer(LOCAL, TRUSTED)
-        client = CoordinatorClient(
-            await server.start(service), TRUSTED, patience_s=0.0, identity=OWN
-        )
-        pending = asyncio.create_task(client.join(join(0)))
-        await service.asked.wait()
-        await server.stop(0.0)
-        with pytest.raises(PeerLost):
-            await pending
-        await client.close()
-        with pytest.raises(ClosedError):
-            await client.join(join(0))
-
-    asyncio.run(main())
+async def test_a_call_that_outlives_the_grace_is_cut_off(caplog):
+    service, server = Slow(), GrpcServer(LOCAL, TRUSTED)
+    client = CoordinatorClient(await server.start(service), TRUSTED, patience_s=0.0, identity=OWN)
+    pending = asyncio.create_task(client.join(join(0)))
+    await service.asked.wait()
+    await server.stop(0.0)
+    with pytest.raises(PeerLost):
+        await pending
+    await client.close()
+    with pytest.raises(ClosedError):
+        await client.join(join(0))
     assert "stopped with calls unanswered calls=1" in caplog.text
 
 
-def test_late_answers_closed_services_and_defects_reach_the_client_as_errors(caplog):
-    async def main():
-        service, server = Slow(), GrpcServer(LOCAL, TRUSTED)
-        address = await server.start(service)
-        hasty = CoordinatorClient(address, TRUSTED, timeout_s=0.2, patience_s=0.0, identity=OWN)
-        with pytest.raises(PeerLost, match=r"no answer from .* in time"):
-            await hasty.join(join(0))
-        await hasty.close()
-        client = CoordinatorClient(address, TRUSTED, patience_s=0.0, identity=OWN)
-        with pytest.raises(PeerLost, match="has stopped"):
-            await client.register_node(node())
-        with pytest.raises(DataplaneError, match="a defect in Status: ZeroDivisionError: oh"):
-            await client.status(StatusRequest())
-        with pytest.raises(ConfigError, match="refused the size of a message"):
-            await client.heartbeat(beat(*[progress("m" * 1000)] * 5000))
-        await client.close()
-        await server.stop(0.0)
-
-    asyncio.run(main())
+async def test_late_answers_closed_services_and_defects_reach_the_client_as_errors(caplog):
+    service, server = Slow(), GrpcServer(LOCAL, TRUSTED)
+    address = await server.start(service)
+    hasty = CoordinatorClient(address, TRUSTED, timeout_s=0.2, patience_s=0.0, identity=OWN)
+    with pytest.raises(PeerLost, match=r"no answer from .* in time"):
+        await hasty.join(join(0))
+    await hasty.close()
+    client = CoordinatorClient(address, TRUSTED, patience_s=0.0, identity=OWN)
+    with pytest.raises(PeerLost, match="has stopped"):
+        await client.register_node(node())
+    with pytest.raises(DataplaneError, match="a defect in Status: ZeroDivisionError: oh"):
+        await client.status(StatusRequest())
+    with pytest.raises(ConfigError, match="refused the size of a message"):
+        await client.heartbeat(beat(*[progress("m" * 1000)] * 5000))
+    await client.close()
+    await server.stop(0.0)
     assert "a defect call=Status" in caplog.text
     caplog.clear()
 
 
-def test_what_is_no_coordinator_is_said_to_be_none():
-    async def main():
-        server = grpc.aio.server()
-        address = f"127.0.0.1:{server.add_insecure_port(LOCAL)}"
-        await server.start()
-        client = CoordinatorClient(address, TRUSTED, identity=OWN)
-        with pytest.raises(
-            VersionMismatch, match="not a Dataplane service, or has another version"
-        ):
-            await client.register_node(node())
-        await client.close()
-        await server.stop(None)
-
-    asyncio.run(main())
+async def test_what_is_no_coordinator_is_said_to_be_none():
+    server = grpc.aio.server()
+    address = f"127.0.0.1:{server.add_insecure_port(LOCAL)}"
+    await server.start()
+    client = CoordinatorClient(address, TRUSTED, identity=OWN)
+    with pytest.raises(VersionMismatch, match="not a Dataplane service, or has another version"):
+        await client.register_node(node())
+    await client.close()
+    await server.stop(None)
 
 
-def test_once_the_server_has_stopped_another_can_open_its_database(tmp_path):
-    async def main():
-        config = structs.replace(CONFIG, database=str(tmp_path / "c.db"))
-        for _ in range(2):
-            server = CoordinatorServer(config, LOCAL, TRUSTED)
-            client = CoordinatorClient(await server.start(), TRUSTED, identity=OWN)
-            assert (await client.join(join(0))).generation == 1
-            await client.close()
-            await server.stop()
-
-    asyncio.run(main())
-
-
-def test_an_embedding_node_reaches_the_same_jobs_without_the_wire():
-    async def main():
-        server = CoordinatorServer(CONFIG, LOCAL, TRUSTED)
+async def test_once_the_server_has_stopped_another_can_open_its_database(tmp_path):
+    config = structs.replace(CONFIG, database=str(tmp_path / "c.db"))
+    for _ in range(2):
+        server = CoordinatorServer(config, LOCAL, TRUSTED)
         client = CoordinatorClient(await server.start(), TRUSTED, identity=OWN)
-        await server.coordinator.join(join(0))
-        (job,) = (await client.status(StatusRequest())).jobs
-        assert job.job_id == "j"
+        assert (await client.join(join(0))).generation == 1
         await client.close()
         await server.stop()
 
-    asyncio.run(main())
+
+async def test_an_embedding_node_reaches_the_same_jobs_without_the_wire():
+    server = CoordinatorServer(CONFIG, LOCAL, TRUSTED)
+    client = CoordinatorClient(await server.start(), TRUSTED, identity=OWN)
+    await server.coordinator.join(join(0))
+    (job,) = (await client.status(StatusRequest())).jobs
+    assert job.job_id == "j"
+    await client.close()
+    await server.stop()

@@ -104,21 +104,6 @@ def test_6_no_lease_ends_because_the_clock_jumps(machine, jump_s):
     assert machine.verdict().error is None
 
 
-def test_5_a_restart_stops_no_member_and_loses_no_join(machine):
-    machine.ask(join(0))
-    machine.ask(join(1))
-    machine.verdict(epoch=1, cursor=7)
-    machine.wait(LEASE_S - 1)
-    machine.now += 1000
-    machine.restart()
-    machine.wait(LEASE_S - 1)
-    verdict = machine.verdict(epoch=1, cursor=7)
-    assert (verdict.error, verdict.missing_dp_ranks) == (None, ())
-    assert machine.ask(join(1)).generation == 1
-    members = machine.job().members
-    assert [(one.epoch, one.cursor) for one in members] == [(1, 7), (0, 0)]
-
-
 def test_5_joins_and_leaves_are_durable_and_nothing_else_is(machine):
     durable = {
         type(event).__name__: machine.state.decide(event, machine.now).durable
@@ -143,27 +128,6 @@ def test_7_progress_only_grows_and_the_job_knows_the_furthest(machine):
         assert (job.epoch, job.cursor) == (1, 5)
 
 
-def test_8_repeated_events_write_nothing_new(machine):
-    machine.ask(join(0))
-    machine.ask(join(0))
-    assert machine.writes == ()
-    machine.verdict(cursor=9)
-    machine.verdict(cursor=9)
-    assert machine.writes == ()
-    for lost in (True, False):
-        machine.ask(leave(lost=lost))
-        assert machine.writes != ()
-        machine.wait(2)
-        active_at = machine.disk[Job, "j", ""].record.active_at
-        for again in (lost, True):
-            machine.ask(leave(lost=again))
-            assert machine.writes == ()
-        assert machine.disk[Job, "j", ""].record.active_at == active_at
-    machine.ask(leave("nobody"))
-    machine.ask(leave(job="nojob"))
-    assert machine.writes == ()
-
-
 def test_7_speed_and_waits_are_updated_even_without_progress(machine):
     machine.ask(join(0))
     assert (machine.job().epoch, machine.job().cursor) == (0, 0)
@@ -186,18 +150,6 @@ def test_9_members_that_are_gone_are_bounded(machine, monkeypatch):
     assert sorted(machine.phases()) == ["p17", "p18", "p19"]
     stored = sorted(name for cls, _, name in machine.disk if cls is Member)
     assert stored == ["p17", "p18", "p19"]
-
-
-def test_9_a_rank_that_left_is_not_missed_however_many_go_after_it(machine, monkeypatch):
-    monkeypatch.setattr(rosters, "GONE_MAX", 3)
-    machine.ask(join(0, 2))
-    machine.ask(leave())
-    for number in range(20):
-        machine.ask(join(1, 2, member=f"p{number}"))
-        machine.ask(leave(f"p{number}"))
-        assert machine.job().missing_dp_ranks == ()
-    assert len(machine.phases()) == 4
-    assert machine.phases()["m0-i1"] == "left"
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9), st.sampled_from(["", "l", "x"]))))
@@ -275,15 +227,6 @@ def test_nodes_of_another_protocol_are_refused_and_those_of_another_version_are_
     assert machine.ask(StatusRequest()).nodes == ()
     machine.ask(node(version="0.9"))
     assert [status.version for status in machine.ask(StatusRequest()).nodes] == ["0.9"]
-
-
-def test_nodes_of_another_protocol_open_no_jobs_until_they_speak_this_one(machine):
-    machine.ask(node(protocol=99))
-    refusal = machine.ask(join(0))
-    assert isinstance(refusal, VersionMismatch)
-    assert refusal.found == 99
-    machine.ask(node())
-    assert machine.ask(join(0)).generation == 1
 
 
 def test_names_and_texts_that_are_too_long_are_refused(machine):

@@ -4,6 +4,7 @@ It runs in a thread, with short deadlines, and the test is its node.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -217,14 +218,11 @@ def test_many_connections_of_one_host_crowd_out_only_each_other(
 def test_a_connection_that_nobody_uses_is_closed_without_a_line(
     run_mark: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bench = Bench(replace(LIMITS, idle_s=0.2))
-    try:
+    with contextlib.closing(Bench(replace(LIMITS, idle_s=0.2))) as bench:
         idle = bench.opened()
         bench.lends(idle)
         assert is_closed(idle)
         assert caplog.records == []
-    finally:
-        bench.close()
 
 
 def test_what_the_node_does_not_read_yet_waits_for_it(bench: Bench) -> None:

@@ -180,10 +180,13 @@ def test_bodies_take_no_more_memory_than_the_limits_allow(
 ) -> None:
     caplog.set_level(logging.INFO, "dataplane")
     mebibyte = 1 << 20
-    bench = Bench(
-        replace(LIMITS, body_bytes=3 * mebibyte, body_bytes_of_neighbour=2 * mebibyte, frame_s=60.0)
-    )
-    try:
+    with contextlib.closing(
+        Bench(
+            replace(
+                LIMITS, body_bytes=3 * mebibyte, body_bytes_of_neighbour=2 * mebibyte, frame_s=60.0
+            )
+        )
+    ) as bench:
         body = bytes(mebibyte - 200)  # with its frame, a mebibyte at most
         greedy = [bench.opened(asker="greedy") for _ in range(3)]
         for sock in greedy:
@@ -205,14 +208,11 @@ def test_bodies_take_no_more_memory_than_the_limits_allow(
         for number in range(6):
             bench.tell(lending.Refuse(ask(bench, bench.opened(asker=f"{number}"), body).number))
         assert len(caplog.records) == 2
-    finally:
-        bench.close()
 
 
 def test_hundreds_that_wait_for_slabs_keep_nobody_waiting(run_mark: str) -> None:
     """They count no bytes in flight, though they have room for more than is allowed."""
-    bench = Bench(replace(LIMITS, admission=AdmissionRules(1000)))
-    try:
+    with contextlib.closing(Bench(replace(LIMITS, admission=AdmissionRules(1000)))) as bench:
         waiting = [bench.opened(asker=f"node-{number % 7}") for number in range(400)]
         asked = [ask(bench, sock) for sock in waiting]
         honest = bench.opened(HONEST, "honest")
@@ -221,8 +221,6 @@ def test_hundreds_that_wait_for_slabs_keep_nobody_waiting(run_mark: str) -> None
         found = answer(waiting[7])
         assert take(waiting[7], found) == (b"note", bytes(bench.arena.view(4096, 1000)))
         assert bench.hear() == lending.Given(asked[7].number, 1004)
-    finally:
-        bench.close()
 
 
 def test_given_slabs_take_turns_within_the_bytes_in_flight(bench: Bench) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import logging
 import os
@@ -309,8 +310,7 @@ def test_new_connections_use_new_certificates_and_open_ones_stay(
 ) -> None:
     monkeypatch.setattr("dataplane.security.private_file.LOOK_S", 0.0)
     tls = peer_tls(Authority.made().write(tmp_path, "node"))
-    bench = Bench(tls=tls)
-    try:
+    with contextlib.closing(Bench(tls=tls)) as bench:
         old, before = bench.opened(HONEST), LineTls(tls)
         before._current()
         bench.lends(old)
@@ -323,8 +323,6 @@ def test_new_connections_use_new_certificates_and_open_ones_stay(
         bench.lends(old, 2)
         Path(tls.cert).write_text("half of a certif")  # while it is replaced
         bench.lends(bench.opened(HONEST))
-    finally:
-        bench.close()
 
 
 def test_files_that_cannot_be_read_refuse_connections_and_say_why(

@@ -127,7 +127,7 @@ def test_failures_without_an_error_of_ours_are_about_the_peer():
 
 
 @pytest.mark.parametrize("is_reset", [False, True], ids=["closed", "reset"])
-def test_a_server_without_places_hangs_up_and_the_error_says_that_too(is_reset):
+async def test_a_server_without_places_hangs_up_and_the_error_says_that_too(is_reset):
     """The connection is reset if the client was faster, and has sent something."""
 
     async def hang_up(reader, writer):
@@ -137,15 +137,12 @@ def test_a_server_without_places_hangs_up_and_the_error_says_that_too(is_reset):
             writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, now)
         writer.close()
 
-    async def main():
-        server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
-        async with server:
-            address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-            async with client_of(address, TRUSTED) as client:
-                with pytest.raises(errors.PeerLost, match="no place for another connection"):
-                    await client.status(StatusRequest())
-
-    asyncio.run(main())
+    server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+    async with server:
+        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with client_of(address, TRUSTED) as client:
+            with pytest.raises(errors.PeerLost, match="no place for another connection"):
+                await client.status(StatusRequest())
 
 
 VALUES = [
