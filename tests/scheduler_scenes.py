@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 from msgspec import structs
@@ -12,6 +13,15 @@ from scheduler_world import Unplanned
 from dataplane.model.errors import BudgetTooSmall, DataplaneError, LeaseFenced, StoreDenied
 
 DISKS = (0, 0, 20_000, 100_000, 1 << 30)
+
+
+def simulate(run: Callable[[], Run], scene: Callable[[Run], None], acts_max: int = 20_000) -> Run:
+    """A whole run, from its beginning to its end."""
+    made = run()
+    scene(made)
+    made.go(acts_max)
+    made.end()
+    return made
 
 
 def several(run: Run) -> None:

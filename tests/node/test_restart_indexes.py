@@ -7,25 +7,17 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 import pytest
+from block_tables import TableParts, mapped_blocks
 from hypothesis import given
 from hypothesis import strategies as st
 from kernels import without
 from pictures import drawn, encoded
 
-from dataplane.arena.allocator import Allocator
-from dataplane.model.config import JobSpec
 from dataplane.model.records import ColumnSpec, Cut, ImageSpec, Kind, Region
-from dataplane.node.dataset import dataset_of
-from dataplane.plan.manifest import Manifest
-from dataplane.plan.shards import Shard
 from dataplane.rpc import tasks
-from dataplane.scheduler.blocks import BlockTable
 from dataplane.scheduler.dataset import DatasetBlocks
-from dataplane.scheduler.disk import DiskTier
-from dataplane.scheduler.events import ClearRestartIndexes, Effect
-from dataplane.scheduler.holdings import Holdings, WaitingTasks
-from dataplane.scheduler.records import Moment
-from dataplane.scheduler.streams import SharedSlabs, StreamTable
+from dataplane.scheduler.events import ClearRestartIndexes
+from dataplane.scheduler.streams import StreamTable
 from dataplane.transforms.pixels_library import maker
 from dataplane.transforms.restart_indexes import places, restart_index_bytes
 from dataplane.worker.columns import open_block
@@ -114,23 +106,6 @@ class Streams(StreamTable):
         return self._crops
 
 
-def _blocks(column: pa.DataType, url: str, arena_bytes: int) -> DatasetBlocks:
-    sizes = np.full(COUNT, BLOCK_BYTES)
-    manifest = Manifest(
-        ("all",),
-        "arrow",
-        pa.schema([("x", column)]).serialize().to_pybytes(),
-        (Shard(url, 1 << 40, "tag", COUNT, Region(0, 0), zero_copy=True),),
-        np.zeros(COUNT, np.int32),
-        np.ones(COUNT, np.int64),
-        np.cumsum(sizes) - sizes,
-        sizes,
-        sizes,
-    )
-    spec = JobSpec(manifest.fingerprint)
-    return dataset_of(1, manifest, spec, arena_bytes=arena_bytes).blocks
-
-
 @pytest.mark.parametrize(
     ("column", "arena_bytes", "crops", "expected"),
     [
@@ -143,19 +118,15 @@ def _blocks(column: pa.DataType, url: str, arena_bytes: int) -> DatasetBlocks:
 def test_blocks_of_images_have_restart_indexes_while_a_job_crops(
     column: pa.DataType, arena_bytes: int, crops: bool, expected: int
 ) -> None:
-    effects: list[Effect] = []
-    allocator, moment = Allocator(arena_bytes), Moment()
-    shared = SharedSlabs(allocator, Streams(crops=crops), moment)
-    waiting = WaitingTasks(moment, Holdings(allocator.size_bytes))
-    disk = DiskTier(0, 0, shared.readings)
-    table = BlockTable(allocator, 4, shared, waiting, disk, effects.append, moment)
-    dataset = _blocks(column, "file:///shard", arena_bytes)
+    parts = TableParts(arena_bytes, 4, Streams(crops=crops))
+    table, sizes = parts.blocks, [BLOCK_BYTES] * COUNT
+    dataset = mapped_blocks(sizes, "file:///shard", column, arena_bytes=arena_bytes)
     for index in range(COUNT):
         assert table.start(dataset, index, greedy=False)
     found = {int(key): table.block(int(key)).restart_indexes for key in dataset.marks.keys}
     given = {key: region for key, region in found.items() if region is not None}
     assert len({region.offset for region in given.values()}) == len(given) == expected
     assert all(region.length == restart_index_bytes(BLOCK_BYTES) for region in given.values())
-    assert effects == [ClearRestartIndexes(key, region) for key, region in given.items()]
+    assert parts.effects == [ClearRestartIndexes(key, region) for key, region in given.items()]
     table.forget_dataset(dataset)
     assert table.room.of_slab(arena_bytes, ()) == Region(0, arena_bytes)

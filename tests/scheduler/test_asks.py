@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from block_tables import TableParts
 from hypothesis import given
 from hypothesis import strategies as st
 from other_orders import Backwards, Concatenated
 from scheduler_cluster import Cluster, Shape
 
-from dataplane.arena.allocator import GRANULE_BYTES, Allocator
+from dataplane.arena.allocator import GRANULE_BYTES
 from dataplane.arena.slots import Slots, plan_slots
 from dataplane.model.config import JobSpec
 from dataplane.model.errors import StoreDenied
@@ -19,9 +20,7 @@ from dataplane.model.records import Region, Stream
 from dataplane.plan.order import Order
 from dataplane.rpc import tasks
 from dataplane.scheduler.asks import PATIENCE_S, Asks, Borrowed
-from dataplane.scheduler.blocks import BlockTable
 from dataplane.scheduler.dataset import BlockName, BlockPlaces, DatasetBlocks, DatasetLookup, Marks
-from dataplane.scheduler.disk import DiskTier
 from dataplane.scheduler.events import (
     BlockDecoded,
     BlockFetched,
@@ -34,10 +33,9 @@ from dataplane.scheduler.events import (
     OnlyDecoded,
     RefuseAsk,
 )
-from dataplane.scheduler.holdings import LENT_PARTS, LOADING_PARTS, Holdings, WaitingTasks
+from dataplane.scheduler.holdings import LENT_PARTS, LOADING_PARTS, Holdings
 from dataplane.scheduler.next_use import NEVER, NextUse, WalkPosition
-from dataplane.scheduler.records import BlockPhase, CachedBlock, Delivery, Moment, StreamState
-from dataplane.scheduler.streams import SharedSlabs, StreamTable
+from dataplane.scheduler.records import BlockPhase, CachedBlock, Delivery, StreamState
 from dataplane.scheduler.walk import SlabSizes, Walk
 
 COUNT, PREAMBLE_BYTES = 8, 96
@@ -57,22 +55,15 @@ class Owner:
         apart = np.arange(COUNT) * (64 << 20)
         places = BlockPlaces(np.arange(COUNT, dtype=np.int32), apart, lengths)
         self.dataset = DatasetBlocks(1, "d", marks, lengths, ROWS, url=str, places=places)
-        self.allocator, self.time, streams = (
-            Allocator(pages * GRANULE_BYTES),
-            Moment(),
-            StreamTable(),
-        )
-        self.effects: list[Effect] = []
-        do, shared = self.effects.append, SharedSlabs(self.allocator, streams, self.time)
-        waiting = WaitingTasks(self.time, Holdings(self.allocator.size_bytes))
-        disk = DiskTier(0, 0, shared.readings)
-        self.blocks = BlockTable(self.allocator, fetches, shared, waiting, disk, do, self.time)
+        parts = TableParts(pages * GRANULE_BYTES, fetches)
+        self.allocator, self.time, self.effects = parts.allocator, parts.moment, parts.effects
+        self.blocks = parts.blocks
         self.borrowed = Borrowed(self.blocks)
-        self.asks = Asks(self.blocks, waiting, self.borrowed, do, self.time)
+        self.asks = Asks(self.blocks, parts.waiting, self.borrowed, self.effects.append, self.time)
         delivery = Delivery(1, Slots(plan_slots(0, 4096)), DatasetLookup(self.dataset), None)
         order = Order(ROWS, 0, shuffle=False, lanes=1, window=1, epoch=0)
         walk = Walk(SPEC, order, Stream(0, 0, 0, 1), SlabSizes(1, 1, 0))
-        streams.add(StreamState(1, delivery, walk, 1, 0))
+        parts.streams.add(StreamState(1, delivery, walk, 1, 0))
         self._count = 0
 
     def ask(self, block: int, part: Region = WHOLE, *, decoded: bool = False, of_run: bool = False):

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from block_tables import TableParts
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import force_setattr, replace
-from scheduler_scenes import epoch_of_one, far_too_small
-from scheduler_simulate import simulate
+from scheduler_scenes import epoch_of_one, far_too_small, simulate
 
-from dataplane.arena.allocator import GRANULE_BYTES, Allocator
+from dataplane.arena.allocator import GRANULE_BYTES
 from dataplane.arena.slots import Slots, plan_slots
 from dataplane.model.config import JobSpec
 from dataplane.model.errors import BudgetTooSmall
@@ -24,33 +24,28 @@ from dataplane.rpc import tasks
 from dataplane.rpc.messages import Batch
 from dataplane.scheduler import next_use, room
 from dataplane.scheduler.autoscaler import Autoscaler
-from dataplane.scheduler.blocks import BlockTable
 from dataplane.scheduler.dataset import DatasetBlocks, DatasetLookup, DecodedParts, Marks
-from dataplane.scheduler.disk import DiskTier
 from dataplane.scheduler.elsewhere import Elsewhere
 from dataplane.scheduler.events import (
     BlockDecoded,
     BlockFetched,
     BlocksInherited,
     DecodeBlock,
-    Effect,
     Fetch,
     ForgetBlock,
 )
 from dataplane.scheduler.excerpts import Excerpts
-from dataplane.scheduler.holdings import Holdings, WaitingTasks
+from dataplane.scheduler.holdings import Holdings
 from dataplane.scheduler.planning import Passes
 from dataplane.scheduler.records import (
     Delivery,
     Group,
-    Moment,
     SharedSlab,
     SlabPhase,
     SlabTask,
     StreamState,
 )
 from dataplane.scheduler.slab_tasks import SlabTasks
-from dataplane.scheduler.streams import SharedSlabs, StreamTable
 from dataplane.scheduler.walk import Plan, SlabSizes, Walk
 
 COUNT = 12
@@ -73,28 +68,20 @@ class Table:
         raw = np.full(COUNT, GRANULE_BYTES if is_remote else 0, np.int64)
         marks = Marks.of(raw, np.full(COUNT, decoded_bytes), np.full(COUNT, is_remote))
         self.dataset = DatasetBlocks(1, "d", marks, raw, ROWS, url=str)
-        self.allocator, moment, streams = Allocator(pages * GRANULE_BYTES), Moment(), StreamTable()
-        self.shared = SharedSlabs(self.allocator, streams, moment)
-        self.effects: list[Effect] = []
-        waiting = WaitingTasks(moment, Holdings(self.allocator.size_bytes))
-        disk, do = DiskTier(0, 0, self.shared.readings), self.effects.append
-        self.blocks = BlockTable(self.allocator, 4, self.shared, waiting, disk, do, moment)
-        excerpts = Excerpts(self.blocks, self.allocator, waiting, self.effects.append)
+        parts = TableParts(pages * GRANULE_BYTES, 4)
+        self.allocator, self.shared, self.effects = parts.allocator, parts.shared, parts.effects
+        self.blocks, do, moment = parts.blocks, parts.effects.append, parts.moment
+        excerpts = Excerpts(self.blocks, self.allocator, parts.waiting, do)
+        elsewhere = Elsewhere(Autoscaler(1, 1, 1), moment)
         self.tasks = SlabTasks(
-            self.blocks,
-            self.shared,
-            waiting,
-            excerpts,
-            Elsewhere(Autoscaler(1, 1, 1), moment),
-            self.effects.append,
-            moment,
+            self.blocks, self.shared, parts.waiting, excerpts, elsewhere, do, moment
         )
         self.group = Group("g", is_declared=True)
         delivery = Delivery(1, Slots(plan_slots(0, 4096)), DatasetLookup(self.dataset), None)
         order = Order(ROWS, 0, spec.shuffle, spec.lanes, spec.window, 0)
         walk = Walk(spec, order, Stream(0, 0, 0, 1), SlabSizes(1, 1, 0))
         self.stream = StreamState(1, delivery, walk, 1, position)
-        streams.add(self.stream)
+        parts.streams.add(self.stream)
 
     def load(self, index: int, *, greedy: bool = False) -> bool:
         is_started = self.blocks.start(self.dataset, index, greedy=greedy)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 
 import numpy as np
+from block_tables import TableParts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataplane.arena.allocator import Allocator, rounded
+from dataplane.arena.allocator import rounded
 from dataplane.plan.order import Order
 from dataplane.scheduler import events
 from dataplane.scheduler.autoscaler import Autoscaler
-from dataplane.scheduler.blocks import BlockTable
 from dataplane.scheduler.dataset import (
     GAP_BYTES_MIN,
     JOINED_BYTES_MAX,
@@ -27,16 +27,12 @@ from dataplane.scheduler.events import (
     DiskMissed,
     DiskName,
     DiskScanned,
-    Effect,
     Fetch,
     ScanDisk,
 )
-from dataplane.scheduler.holdings import Holdings, WaitingTasks
 from dataplane.scheduler.keeping import PAUSE_S
 from dataplane.scheduler.next_use import NEVER, WalkPosition
-from dataplane.scheduler.records import Moment
 from dataplane.scheduler.scheduler import Scheduler
-from dataplane.scheduler.streams import SharedSlabs, StreamTable
 
 PAGE, ROWS = 4096, 4
 FILE_BYTES = 2 * PAGE
@@ -359,18 +355,14 @@ def test_each_wanted_block_is_read_once_and_no_other(
     drawn: list[tuple[bool, int, int]], unwanted: set[int], data: st.DataObject
 ) -> None:
     places, count = places_of(drawn), len(drawn)
-    effects: list[Effect] = []
-    allocator, moment = Allocator(1 << 30), Moment()
-    shared = SharedSlabs(allocator, StreamTable(), moment)
-    waiting = WaitingTasks(moment, Holdings(allocator.size_bytes))
-    disk = DiskTier(0, 0, shared.readings)
-    table = BlockTable(allocator, 2, shared, waiting, disk, effects.append, moment)
+    parts = TableParts(1 << 30, 2)
+    table, effects = parts.blocks, parts.effects
     none = np.zeros(count, np.int64)
     marks = Marks.of(places.length, none, np.ones(count, np.bool_))
     rows = np.ones(count, np.int64)
     dataset = DatasetBlocks(1, "d", marks, places.length, rows, str, places=places)
     wanted = [block for block in range(count) if block not in unwanted]
-    waiting.requested.update({(1, index): None for index in wanted})
+    parts.waiting.requested.update({(1, index): None for index in wanted})
     needed, read, under_way = data.draw(st.permutations(wanted)), list[int](), list[int]()
     requests: list[list[int]] = []
     while needed or under_way:

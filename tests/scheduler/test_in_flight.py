@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
-import pyarrow as pa
 import pytest
+from block_tables import TableParts, mapped_blocks
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.arena.allocator import Allocator
-from dataplane.model.config import JobSpec
-from dataplane.model.records import Region
-from dataplane.node.dataset import dataset_of
-from dataplane.plan.manifest import Manifest
-from dataplane.plan.shards import Shard
-from dataplane.scheduler.blocks import BlockTable
-from dataplane.scheduler.disk import DiskTier
-from dataplane.scheduler.events import BlockFetched, Effect, Fetch
-from dataplane.scheduler.holdings import Holdings, WaitingTasks
+from dataplane.scheduler.events import BlockFetched, Fetch
 from dataplane.scheduler.in_flight import (
     FETCH_BYTES_MIN,
     GROWTH_MAX,
@@ -30,8 +19,6 @@ from dataplane.scheduler.in_flight import (
     ReadLook,
     ReadsInFlight,
 )
-from dataplane.scheduler.records import Moment
-from dataplane.scheduler.streams import SharedSlabs, StreamTable
 
 LOOK_S = 0.5
 MINUTE = round(60 / LOOK_S)
@@ -207,21 +194,6 @@ SMALL_FETCH_BYTES = 2 << 20
 SMALL_FETCHES = 4
 
 
-def _manifest(lengths: Iterable[int]) -> Manifest:
-    sizes = np.array([*lengths], np.int64)
-    return Manifest(
-        ("all",),
-        "arrow",
-        pa.schema([("x", pa.int32())]).serialize().to_pybytes(),
-        (Shard("s3:///shard", 1 << 40, "tag", len(sizes), Region(0, 0), zero_copy=True),),
-        np.zeros(len(sizes), np.int32),
-        np.ones(len(sizes), np.int64),
-        np.cumsum(sizes) - sizes,
-        sizes,
-        sizes,
-    )
-
-
 @given(
     st.lists(st.integers(1, 3 * SMALL_FETCH_BYTES), min_size=1, max_size=40)
     | st.just([SMALL_FETCH_BYTES] * 8),
@@ -230,18 +202,12 @@ def _manifest(lengths: Iterable[int]) -> Manifest:
 def test_small_blocks_are_fetched_more_at_once_within_two_bounds(
     lengths: list[int], drawn: st.DataObject
 ) -> None:
-    effects: list[Effect] = []
-    allocator, moment = Allocator(64 * SMALL_FETCH_BYTES * 4), Moment()
-    shared = SharedSlabs(allocator, StreamTable(), moment)
-    waiting = WaitingTasks(moment, Holdings(allocator.size_bytes))
-    disk = DiskTier(0, 0, shared.readings)
-    table = BlockTable(allocator, FETCHES, shared, waiting, disk, effects.append, moment)
-    manifest = _manifest(lengths)
-    dataset = dataset_of(1, manifest, JobSpec(manifest.fingerprint)).blocks
+    parts, dataset = TableParts(64 * SMALL_FETCH_BYTES * 4, FETCHES), mapped_blocks(lengths)
+    table = parts.blocks
     needed, under_way = [*range(len(lengths))], dict[int, int]()
     while needed or under_way:
         while needed and table.start(dataset, needed[0], greedy=False):
-            fetch = effects[-1]
+            fetch = parts.effects[-1]
             assert isinstance(fetch, Fetch)
             under_way[fetch.key] = lengths[needed.pop(0)]
         count, size = len(under_way), sum(under_way.values())

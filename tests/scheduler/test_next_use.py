@@ -8,20 +8,15 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
+from block_tables import mapped_blocks
 from caches import fewest, kept_share, least_recent, open_bytes_max
 from driven_epochs import FILE_BYTES, PAGE, DrivenEpochs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataplane.model.config import JobSpec
-from dataplane.model.records import Region
-from dataplane.node.dataset import dataset_of
-from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import Order
-from dataplane.plan.shards import Shard
-from dataplane.scheduler.dataset import DatasetBlocks
 from dataplane.scheduler.next_use import NEVER, NextUse, WalkPosition, _Resident
 from dataplane.scheduler.records import BlockPhase, CachedBlock
 
@@ -32,27 +27,11 @@ def _order(rows: list[int], seed: int, lanes: int, window: int) -> Order:
     return Order(np.array(rows, np.int64), seed, True, lanes, window, 0)
 
 
-def _blocks(count: int) -> DatasetBlocks:
-    sizes = np.ones(count, np.int64)
-    manifest = Manifest(
-        ("all",),
-        "arrow",
-        pa.schema([("x", pa.int32())]).serialize().to_pybytes(),
-        (Shard("s3:///shard", 1 << 40, "tag", count, Region(0, 0), zero_copy=True),),
-        np.zeros(count, np.int32),
-        sizes,
-        np.cumsum(sizes) - sizes,
-        sizes,
-        sizes,
-    )
-    return dataset_of(1, manifest, JobSpec(manifest.fingerprint)).blocks
-
-
 class Memory:
     """Blocks in memory, and their readers."""
 
     def __init__(self, rows: list[int], readings: list[WalkPosition]) -> None:
-        self.dataset = _blocks(len(rows))
+        self.dataset = mapped_blocks([1] * len(rows))
         self.readings = readings
         self.uses = NextUse(lambda _dataset: self.readings)
         self.held: dict[int, CachedBlock] = {}

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 from scheduler_consumers import Consumer
 from scheduler_run import STALL_S, Run
-from scheduler_scenes import epoch_of_one, far_too_small, several
-from scheduler_simulate import simulate
+from scheduler_scenes import epoch_of_one, far_too_small, several, simulate
 
 from dataplane.arena.slots import AHEAD_SLOTS_MIN, SlotLayout, Slots, plan_slots
 from dataplane.model.errors import BudgetTooSmall, StoreDenied

@@ -9,7 +9,7 @@ from typing import Any, cast
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_run import Run
-from scheduler_simulate import simulate
+from scheduler_scenes import simulate
 from scheduler_world import PAGE
 
 from dataplane.arena.allocator import Allocator
