@@ -20,6 +20,7 @@ from dataplane.model.config import PeerTls
 from dataplane.model.records import Region, StorePause
 from dataplane.node.fetchers import Fetchers, OnKept
 from dataplane.rpc import fetches, tasks
+from dataplane.store.connect import open_store
 from dataplane.store.outage import Outage, Outages, Pauses
 
 BODY = bytes(i % 251 for i in range(600_000))
@@ -49,6 +50,14 @@ def awry_tls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Awry]:
     with awry_server({"bucket/shard.bin": BODY}, make_certificate(tmp_path)) as server:
         reach(server, monkeypatch)
         yield server
+
+
+@pytest.fixture
+def etag(awry: Awry) -> str:
+    """The version of the shard; the server has seen no request yet."""
+    known = open_store("s3://bucket").head(URL).etag
+    awry.seen.clear()
+    return known
 
 
 class Node:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -125,35 +127,38 @@ class Bench:
 Scene = Callable[[Bench], Awaitable[None]]
 
 
-def on_bench(
+@asynccontextmanager
+async def bench_on(
     url: str,
-    scene: Scene,
     workers: int = 1,
     *,
     arena_bytes: int = 2 * MIB,
     memory_bytes: int = MEMORY_BYTES,
     task_timeout_s: float = math.inf,
-) -> None:
-    """Play a scene with this many workers over the dataset at this url."""
+) -> AsyncIterator[Bench]:
+    """This many workers over the dataset at this url."""
     manifest = index_dataset(url)
     dataset = dataset_of(7, manifest, JobSpec(manifest.fingerprint))
+    arena = Arena.create("blocks", arena_bytes)
+    arena.reserve(0, 2 * MIB)
+    pool = WorkerPool(
+        workers, Trace("test"), memory_bytes=memory_bytes, task_timeout_s=task_timeout_s
+    )
+    pool.start()
+    try:
+        yield Bench(pool, arena, dataset)
+    finally:
+        pool.close()
+        pool.close()
+        arena.close()
+
+
+def on_bench(url: str, scene: Scene, workers: int = 1, **limits: Any) -> None:
+    """Play a scene on such a bench."""
 
     async def play() -> None:
-        arena = Arena.create("blocks", arena_bytes)
-        arena.reserve(0, 2 * MIB)
-        pool = WorkerPool(
-            workers,
-            Trace("test"),
-            memory_bytes=memory_bytes,
-            task_timeout_s=task_timeout_s,
-        )
-        pool.start()
-        try:
-            await scene(Bench(pool, arena, dataset))
-        finally:
-            pool.close()
-            pool.close()
-            arena.close()
+        async with bench_on(url, workers, **limits) as bench:
+            await scene(bench)
 
     asyncio.run(play())
 

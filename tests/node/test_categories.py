@@ -78,38 +78,32 @@ class Reader:
                 await asyncio.sleep(0)
 
 
-def test_ranks_share_one_pass_and_its_last_one_gives_it_up(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        world = Reader(tmp_path)
-        gone, stays = world.rank(), world.rank()
-        await world.begins()
-        await world.is_waited_for_by(2)
-        gone.cancel()
-        await asyncio.wait([gone])
-        world.answer.set_result(FOUND)
-        assert (await stays)["kind"].to_pylist() == [1, 2]
-        assert (await world.rank())["kind"].to_pylist() == [1, 2]  # remembered
-        assert (world.begun, world.given_up) == (1, 0)
-
-    asyncio.run(scenario())
+async def test_ranks_share_one_pass_and_its_last_one_gives_it_up(tmp_path: Path) -> None:
+    world = Reader(tmp_path)
+    gone, stays = world.rank(), world.rank()
+    await world.begins()
+    await world.is_waited_for_by(2)
+    gone.cancel()
+    await asyncio.wait([gone])
+    world.answer.set_result(FOUND)
+    assert (await stays)["kind"].to_pylist() == [1, 2]
+    assert (await world.rank())["kind"].to_pylist() == [1, 2]  # remembered
+    assert (world.begun, world.given_up) == (1, 0)
 
 
-def test_an_abandoned_pass_is_closed_and_started_again(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        world = Reader(tmp_path)
-        gone = world.rank()
-        await world.begins()
-        gone.cancel()
-        await asyncio.wait([gone])
-        world.answer = asyncio.get_running_loop().create_future()
-        again = world.rank()
-        await world.begins()
-        assert world.given_up == 1
-        world.answer.set_exception(CorruptShard("the shard s is damaged", shard="s"))
-        with pytest.raises(CorruptShard, match="the shard s is damaged"):
-            await again
-
-    asyncio.run(scenario())
+async def test_an_abandoned_pass_is_closed_and_started_again(tmp_path: Path) -> None:
+    world = Reader(tmp_path)
+    gone = world.rank()
+    await world.begins()
+    gone.cancel()
+    await asyncio.wait([gone])
+    world.answer = asyncio.get_running_loop().create_future()
+    again = world.rank()
+    await world.begins()
+    assert world.given_up == 1
+    world.answer.set_exception(CorruptShard("the shard s is damaged", shard="s"))
+    with pytest.raises(CorruptShard, match="the shard s is damaged"):
+        await again
 
 
 def test_sources_of_a_mixture_with_codes_of_several_kinds_are_told_apart_in_plain_words() -> None:

@@ -82,72 +82,62 @@ async def party(count_max: int) -> AsyncIterator[tuple[Party, contextlib.ExitSta
                 visitor.close()
 
 
-def test_silent_connections_are_closed_and_greeted_ones_stay() -> None:
-    async def play() -> None:
-        async with party(8) as (made, stack):
-            for _ in range(2):
-                await made.comes(stack)
-            silent, polite = made.inside
-            made.door.greeted(polite)
-            made.door.tick()
-            assert made.inside == [silent, polite]
-            made.door.tick(time.monotonic() + 1000)
-            assert made.inside == [polite]
-
-    asyncio.run(play())
-
-
-def test_a_connection_that_ends_is_reported_at_once_though_nothing_of_it_is_read() -> None:
-    async def play() -> None:
-        async with party(8) as (made, stack):
-            socks = [await made.comes(stack) for _ in range(4)]
-            first, second, third, fourth = made.inside
-            socks[1].send(b"unread")
-            await turns()
-            assert not made.gone
-            socks[1].close()
-            await turns()
-            assert made.gone == [second]
-            third.close()  # by the node itself
-            socks[2].close()
-            await made.comes(stack)  # takes the descriptor of one that has gone
-            assert made.gone == [second]
-            socks[0].close()
-            await turns()
-            assert made.gone == [second, first]
-            assert made.inside[0] is fourth
-            assert len(made.inside) == 2
-
-    asyncio.run(play())
-
-
-def test_in_a_full_node_only_the_longest_silent_connection_is_closed() -> None:
-    async def play() -> None:
-        async with party(4) as (made, stack):
-            for _ in range(4):
-                await made.comes(stack)
-            first, _, third, fourth = made.inside
-            made.door.greeted(first)
+async def test_silent_connections_are_closed_and_greeted_ones_stay() -> None:
+    async with party(8) as (made, stack):
+        for _ in range(2):
             await made.comes(stack)
-            assert made.inside[:3] == [first, third, fourth]
-            made.door.greeted(third)
-            with pytest.raises(ConfigError, match=r"process \d+ has 2 connections .* close\(\)"):
-                made.door.greeted(fourth)
-            third.close()
+        silent, polite = made.inside
+        made.door.greeted(polite)
+        made.door.tick()
+        assert made.inside == [silent, polite]
+        made.door.tick(time.monotonic() + 1000)
+        assert made.inside == [polite]
+
+
+async def test_a_connection_that_ends_is_reported_at_once_though_nothing_of_it_is_read() -> None:
+    async with party(8) as (made, stack):
+        socks = [await made.comes(stack) for _ in range(4)]
+        first, second, third, fourth = made.inside
+        socks[1].send(b"unread")
+        await turns()
+        assert not made.gone
+        socks[1].close()
+        await turns()
+        assert made.gone == [second]
+        third.close()  # by the node itself
+        socks[2].close()
+        await made.comes(stack)  # takes the descriptor of one that has gone
+        assert made.gone == [second]
+        socks[0].close()
+        await turns()
+        assert made.gone == [second, first]
+        assert made.inside[0] is fourth
+        assert len(made.inside) == 2
+
+
+async def test_in_a_full_node_only_the_longest_silent_connection_is_closed() -> None:
+    async with party(4) as (made, stack):
+        for _ in range(4):
+            await made.comes(stack)
+        first, _, third, fourth = made.inside
+        made.door.greeted(first)
+        await made.comes(stack)
+        assert made.inside[:3] == [first, third, fourth]
+        made.door.greeted(third)
+        with pytest.raises(ConfigError, match=r"process \d+ has 2 connections .* close\(\)"):
             made.door.greeted(fourth)
+        third.close()
+        made.door.greeted(fourth)
 
-    asyncio.run(play())
 
-
-def test_a_process_may_have_only_a_few_silent_connections(caplog: pytest.LogCaptureFixture) -> None:
-    async def play() -> None:
-        async with party(1000) as (made, stack):
-            for _ in range(100):
-                await made.comes(stack)
-            assert len(made.inside) == doors._SILENT_MAX
-        assert 0 < len(caplog.records) <= 30, "its rate is limited"
-
-    asyncio.run(play())
+async def test_a_process_may_have_only_a_few_silent_connections(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with party(1000) as (made, stack):
+        for _ in range(100):
+            await made.comes(stack)
+        assert len(made.inside) == doors._SILENT_MAX
+    assert 0 < len(caplog.records) <= 30, "its rate is limited"
 
 
 @contextlib.contextmanager
@@ -166,28 +156,25 @@ def no_descriptor_left() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_without_descriptors_nothing_spins_and_later_connections_are_accepted(
+async def test_without_descriptors_nothing_spins_and_later_connections_are_accepted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(doors, "_PAUSE_S", 0.01)
 
-    async def play() -> None:
-        async with party(8) as (made, stack):
-            await made.comes(stack)
-            made.door.greeted(made.inside[0])
-            waiting = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            with no_descriptor_left():
-                waiting.connect("\0" + made.name)
-                for _ in range(1000):
-                    await asyncio.sleep(0)
-                assert len(made.inside) == 1
-                assert "nobody is let in" in caplog.text
-                assert len(caplog.records) <= 30
-            async with asyncio.timeout(60):
-                while len(made.inside) < 2:  # noqa: ASYNC110 - the door has no event for it
-                    await asyncio.sleep(0)
-
-    asyncio.run(play())
+    async with party(8) as (made, stack):
+        await made.comes(stack)
+        made.door.greeted(made.inside[0])
+        waiting = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        with no_descriptor_left():
+            waiting.connect("\0" + made.name)
+            for _ in range(1000):
+                await asyncio.sleep(0)
+            assert len(made.inside) == 1
+            assert "nobody is let in" in caplog.text
+            assert len(caplog.records) <= 30
+        async with asyncio.timeout(60):
+            while len(made.inside) < 2:  # noqa: ASYNC110 - the door has no event for it
+                await asyncio.sleep(0)
 
 
 # -- Where a node listens for other nodes, and what it tells them
@@ -324,17 +311,21 @@ def test_an_embedded_node_does_without_a_folder_that_another_has(
     assert folder_of(structs.replace(config, cache_bytes=0), trace) is None
 
 
-def test_a_link_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "blocks").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match="symbolic link"):
-        open_cache_folder(str(tmp_path), MIB)
-
-
-def test_a_folder_that_others_can_read_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "blocks").mkdir(mode=0o755)
-    with pytest.raises(ConfigError, match="open to other users \\(mode 755\\)"):
-        open_cache_folder(str(tmp_path), MIB)
+def test_a_folder_that_is_no_safe_place_is_refused_with_why(tmp_path: Path) -> None:
+    link, shared, file = (tmp_path / name for name in ("link", "shared", "file"))
+    for folder in (link, shared):
+        folder.mkdir()
+    (link / "blocks").symlink_to(shared)
+    (shared / "blocks").mkdir(mode=0o755)
+    file.write_text("")
+    for folder, size, why in (
+        (link, MIB, "symbolic link"),
+        (shared, MIB, r"open to other users \(mode 755\)"),
+        (file, MIB, "choose another one with cache_dir"),
+        (tmp_path / "new", 1 << 60, "lower cache_bytes"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            open_cache_folder(str(folder), size)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
@@ -351,12 +342,6 @@ def test_what_belongs_to_another_user_is_refused(tmp_path: Path) -> None:
         open_cache_folder(str(tmp_path / "link"), MIB)
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_that_names_the_setting(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="choose another one with cache_dir"):
-        open_cache_folder(str(tmp_path / "file"), MIB)
-
-
 def test_a_full_disk_does_not_keep_a_node_from_its_folder(tmp_path: Path) -> None:
     first = open_cache_folder(str(tmp_path), MIB)
     first.close()
@@ -368,11 +353,6 @@ def test_a_full_disk_does_not_keep_a_node_from_its_folder(tmp_path: Path) -> Non
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     again.close()
     assert again.disk_id == first.disk_id
-
-
-def test_more_than_the_whole_disk_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="lower cache_bytes"):
-        open_cache_folder(str(tmp_path), 1 << 60)
 
 
 def test_a_folder_has_the_same_id_as_long_as_it_is_there(tmp_path: Path) -> None:

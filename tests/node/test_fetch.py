@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import os
 import re
@@ -23,7 +24,7 @@ from dataplane.arena.memfd import Arena
 from dataplane.model.errors import DataplaneError, StoreDenied, StoreUnavailable, TruncatedRead
 from dataplane.model.records import ObjectInfo, Region
 from dataplane.node.fetch import BlockRead, Fetcher, Report
-from dataplane.node.stored import Preambles
+from dataplane.node.stored import REMEMBERED_MAX, Preambles
 from dataplane.rpc import fetches, tasks
 from dataplane.rpc.membership import NodeReads
 from dataplane.scheduler.in_flight import RANGE_BYTES
@@ -190,14 +191,11 @@ def test_the_pieces_of_a_block_are_asked_for_at_once_and_lie_behind_the_preamble
     shard = Shard(lambda _: all_of_them.wait())  # type: ignore[arg-type,return-value]
 
     async def run() -> bytes:
-        place = Place(shard)
-        try:
+        with contextlib.closing(Place(shard)) as place:
             whole = Region(7, PREAMBLE.length + 41)
             raw = _raw(Region(20, 110), *pieces)
             assert await place.end_of(1, raw, whole, is_copied=True) is None
             return place.bytes_at(whole.offset, whole.length)
-        finally:
-            place.close()
 
     assert asyncio.run(run()) == BODY[:16] + BODY[20:30] + BODY[50:51] + BODY[100:130]
 
@@ -312,64 +310,80 @@ def test_a_failed_preamble_fails_its_waiters_and_is_read_again() -> None:
 def test_preambles_are_kept_within_their_budget(pages: int) -> None:
     async def run() -> Counter[int]:
         shard = Shard()
-        place = Place(shard, pages * PAGE)
-        try:
+        with contextlib.closing(Place(shard, pages * PAGE)) as place:
             for key, url in enumerate(("a", "b", "a")):
                 assert await place.end_of(key, _raw(Region(20, 10), url=url)) is None
                 place.fetcher.let_go(key)
-        finally:
-            place.close()
         return shard.reads
 
     assert asyncio.run(run())[0] == (3 if pages == 1 else 2)
 
 
-def test_a_block_that_is_decoded_shares_the_preamble_of_its_shard_with_others() -> None:
+async def test_a_block_that_is_decoded_shares_the_preamble_of_its_shard_with_others() -> None:
     """The preamble is not copied: workers receive its place and its number."""
 
-    async def run() -> None:
-        place = Place(Shard())
-        try:
-            blocks = [_raw(Region(at, 10)) for at in (20, 30)]
-            for key, raw in enumerate(blocks):
-                assert await place.end_of(key, raw, Region(32 * key, 26)) is None
-            found = [place.bytes_at(at) for at in (0, 32)]
-            assert [each[:16] for each in found] == [bytes(16)] * 2
-            assert [each[16:] for each in found] == [BODY[20:30], BODY[30:40]]
-            told = [place.fetcher.for_worker(key, raw) for key, raw in enumerate(blocks)]
-            assert told[0][1] == told[1][1]
-            ((arena_id, fd),) = told[0][1]
-            assert arena_id == tasks.PREAMBLE_ARENA
-            assert len({(raw.kept_preamble, raw.preamble_number) for raw, _ in told}) == 1
-            kept, number = told[0][0].kept_preamble, told[0][0].preamble_number
-            assert kept is not None
-            assert number
-            assert os.pread(fd, kept.length, kept.offset) == BODY[:16]
-        finally:
-            place.close()
-
-    asyncio.run(run())
+    with contextlib.closing(Place(Shard())) as place:
+        blocks = [_raw(Region(at, 10)) for at in (20, 30)]
+        for key, raw in enumerate(blocks):
+            assert await place.end_of(key, raw, Region(32 * key, 26)) is None
+        found = [place.bytes_at(at) for at in (0, 32)]
+        assert [each[:16] for each in found] == [bytes(16)] * 2
+        assert [each[16:] for each in found] == [BODY[20:30], BODY[30:40]]
+        told = [place.fetcher.for_worker(key, raw) for key, raw in enumerate(blocks)]
+        assert told[0][1] == told[1][1]
+        ((arena_id, fd),) = told[0][1]
+        assert arena_id == tasks.PREAMBLE_ARENA
+        assert len({(raw.kept_preamble, raw.preamble_number) for raw, _ in told}) == 1
+        kept, number = told[0][0].kept_preamble, told[0][0].preamble_number
+        assert kept is not None
+        assert number
+        assert os.pread(fd, kept.length, kept.offset) == BODY[:16]
 
 
-def test_a_preamble_stays_while_a_block_needs_it_and_its_number_never_comes_again() -> None:
-    async def run() -> None:
-        place = Place(Shard())
-        fetcher = place.fetcher
-        try:
-            first, other = _raw(Region(20, 10)), _raw(Region(20, 10), url="b")
-            assert await place.end_of(1, first) is None
-            assert await place.end_of(2, other, Region(64, 26)) is None
-            assert fetcher.for_worker(2, other) == (other, ()), "there is no room for another"
-            assert place.bytes_at(64) == _whole(20), "so it lies before the block, as it used to"
-            number = fetcher.for_worker(1, first)[0].preamble_number
-            fetcher.let_go(1)
-            fetcher.let_go(1)
-            assert await place.end_of(3, other) is None
-            assert fetcher.for_worker(3, other)[0].preamble_number > number
-        finally:
-            place.close()
+def test_so_many_preambles_are_remembered_and_no_more() -> None:
+    with contextlib.closing(Preambles(64 << 10)) as preambles:
+        for number in range(REMEMBERED_MAX + 1):
+            preambles.remember(f"shard {number}", "tag", PREAMBLE, BODY[:16])
+        first, last = (
+            preambles.hold(key, f"shard {number}", "tag", PREAMBLE)
+            for key, number in enumerate((0, REMEMBERED_MAX))
+        )
+        assert first is not None
+        assert not preambles.fill(first)
+        assert last is not None
+        assert preambles.fill(last)
+        assert bytes(preambles.arena.view(last.region.offset, 16)) == BODY[:16]
 
-    asyncio.run(run())
+
+async def test_a_preamble_that_indexing_has_read_is_not_read_again() -> None:
+    with contextlib.closing(Place(Shard(), 4 * PAGE)) as place:
+        place.fetcher.remember_preamble("known", "tag", PREAMBLE, BODY[:16])
+        place.fetcher.remember_preamble("changed", "old tag", PREAMBLE, BODY[:16])
+        place.fetcher.remember_preamble("shorter", "tag", Region(0, 15), BODY[:15])
+        for key, url in enumerate(("known", "known", "changed", "shorter")):
+            raw, into = _raw(Region(20, 10), url=url), Region(32 * key, 26)
+            assert await place.end_of(key, raw, into, is_copied=True) is None
+            assert place.bytes_at(into.offset) == _whole(20)
+        orders = [o for o in place.origin.orders if isinstance(o, fetches.ReadRange)]
+        assert [order.url for order in orders if not order.offset] == ["changed", "shorter"]
+
+
+async def test_a_preamble_stays_while_a_block_needs_it_and_its_number_never_comes_again() -> None:
+    place = Place(Shard())
+    fetcher = place.fetcher
+    try:
+        first, other = _raw(Region(20, 10)), _raw(Region(20, 10), url="b")
+        assert await place.end_of(1, first) is None
+        assert await place.end_of(2, other, Region(64, 26)) is None
+        assert fetcher.for_worker(2, other) == (other, ()), "there is no room for another"
+        assert place.bytes_at(64) == _whole(20), "so it lies before the block, as it used to"
+        number = fetcher.for_worker(1, first)[0].preamble_number
+        fetcher.let_go(1)
+        fetcher.let_go(1)
+        assert await place.end_of(3, other) is None
+        assert fetcher.for_worker(3, other)[0].preamble_number > number
+    finally:
+        place.close()
 
 
 def test_an_error_is_reported_even_if_the_preamble_has_no_reader_left() -> None:
@@ -384,12 +398,9 @@ def test_an_error_is_reported_even_if_the_preamble_has_no_reader_left() -> None:
         order.append("preamble")
 
     async def run() -> DataplaneError | None:
-        place = Place(Shard(on_read))
-        try:
+        with contextlib.closing(Place(Shard(on_read))) as place:
             found = await place.end_of(1, _raw(Region(20, 10)))
             order.append("told")
-        finally:
-            place.close()
         return found
 
     assert isinstance(asyncio.run(run()), StoreUnavailable)

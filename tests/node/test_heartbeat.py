@@ -34,53 +34,49 @@ from dataplane.rpc.messages import Batch, Slab
 from dataplane.settings import default_node_config
 
 
-def test_a_fenced_member_may_have_left_before_it_is_notified(
+async def test_a_fenced_member_may_have_left_before_it_is_notified(
     small: SmallEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sending finds that the trainer is gone, which closes all of its streams."""
     coordinator = Coordinator(CoordinatorConfig(""))
     told = []
 
-    async def main() -> None:
-        beat, _ = small.heartbeat(coordinator)
-        member = small.member()
-        streams: dict[int, Any] = {0: "first", 1: "second"}
-        member.streams = streams
-
-        def gone(stream: object, error: Exception) -> None:
-            told.append((stream, error))
-            streams.clear()
-
-        monkeypatch.setattr(small.engine, "refuse_stream", gone)
-        beat._end(member, error)
-        assert member.error is error
-
     error = LeaseFenced("a newer launch runs")
-    asyncio.run(main())
+    beat, _ = small.heartbeat(coordinator)
+    member = small.member()
+    streams: dict[int, Any] = {0: "first", 1: "second"}
+    member.streams = streams
+
+    def gone(stream: object, error: Exception) -> None:
+        told.append((stream, error))
+        streams.clear()
+
+    monkeypatch.setattr(small.engine, "refuse_stream", gone)
+    beat._end(member, error)
+    assert member.error is error
     assert told[0] == ("first", error)
 
 
-def test_a_maker_that_ends_is_named_no_longer(small: SmallEngine) -> None:
-    async def main() -> None:
-        coordinator = Coordinator(CoordinatorConfig(VERSION))
-        config = replace(default_node_config(), coordinator="10.0.0.9:7077", worker_count=2)
-        beat, _ = small.heartbeat(coordinator, config, None, "maker", "10.0.0.2:7078")
-        short = node("n0", VERSION, data_address="10.0.0.1:7078", worker_count=0)
-        await coordinator.start()
-        await beat.register()
-        await coordinator.register_node(short)
-        told = (await coordinator.join(join(0, 2))).nodes
-        assert [one.node_id for one in told.nodes] == ["n0", "maker"]
-        await beat.leave()
-        renewed = HeartbeatRequest(short, (progress(),), is_short=True)
-        (news,) = (await coordinator.heartbeat(renewed)).jobs
-        assert [one.node_id for one in news.nodes] == ["n0"]
-        await coordinator.close()
-
-    asyncio.run(main())
+async def test_a_maker_that_ends_is_named_no_longer(small: SmallEngine) -> None:
+    coordinator = Coordinator(CoordinatorConfig(VERSION))
+    config = replace(default_node_config(), coordinator="10.0.0.9:7077", worker_count=2)
+    beat, _ = small.heartbeat(coordinator, config, None, "maker", "10.0.0.2:7078")
+    short = node("n0", VERSION, data_address="10.0.0.1:7078", worker_count=0)
+    await coordinator.start()
+    await beat.register()
+    await coordinator.register_node(short)
+    told = (await coordinator.join(join(0, 2))).nodes
+    assert [one.node_id for one in told.nodes] == ["n0", "maker"]
+    await beat.leave()
+    renewed = HeartbeatRequest(short, (progress(),), is_short=True)
+    (news,) = (await coordinator.heartbeat(renewed)).jobs
+    assert [one.node_id for one in news.nodes] == ["n0"]
+    await coordinator.close()
 
 
-def test_who_waits_for_an_outcome_is_told_which_coordinator_owes_it(small: SmallEngine) -> None:
+async def test_who_waits_for_an_outcome_is_told_which_coordinator_owes_it(
+    small: SmallEngine,
+) -> None:
     found: list[Any] = []
     following = Following((), 8, lambda _: None, follows=True)
     verdict = MemberVerdict("m", proposal=MixProposal("r"))
@@ -91,13 +87,10 @@ def test_who_waits_for_an_outcome_is_told_which_coordinator_owes_it(small: Small
     )(7, slab)
     config = replace(default_node_config(), coordinator="10.0.0.9:7077", stall_timeout_s=0.0)
 
-    async def main() -> None:
-        beat, jobs = small.heartbeat(Coordinator(CoordinatorConfig("")), config)
-        jobs.members["m"] = small.member()
-        jobs.members["m"].following = following
-        beat.tick()
-
-    asyncio.run(main())
+    beat, jobs = small.heartbeat(Coordinator(CoordinatorConfig("")), config)
+    jobs.members["m"] = small.member()
+    jobs.members["m"].following = following
+    beat.tick()
     ((number, error),) = found
     assert (number, type(error)) == (7, DataStallError)
     said = (

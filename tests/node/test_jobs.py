@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -103,20 +103,17 @@ async def running(
         arena.close()
 
 
-def test_a_trainer_that_goes_away_while_it_joins_leaves_no_dataset(tmp_path: Path) -> None:
-    async def play() -> None:
-        coordinator = SlowCoordinator()
-        async with running(coordinator, tmp_path, JobTables(bool, bool)) as (found, request):
-            opening = asyncio.create_task(found.open(request))
-            await coordinator.asked.wait()
-            assert found.opener.datasets
-            opening.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await opening
-            assert not found.opener.datasets
-            assert not found.members
-
-    asyncio.run(play())
+async def test_a_trainer_that_goes_away_while_it_joins_leaves_no_dataset(tmp_path: Path) -> None:
+    coordinator = SlowCoordinator()
+    async with running(coordinator, tmp_path, JobTables(bool, bool)) as (found, request):
+        opening = asyncio.create_task(found.open(request))
+        await coordinator.asked.wait()
+        assert found.opener.datasets
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        assert not found.opener.datasets
+        assert not found.members
 
 
 class LateCoordinator(Coordinator):
@@ -140,59 +137,55 @@ class LateCoordinator(Coordinator):
         return await super().join(request)
 
 
-def test_a_member_that_leaves_during_a_beat_or_is_joined_again_meanwhile_has_left(
+async def test_a_member_that_leaves_during_a_beat_or_is_joined_again_meanwhile_has_left(
     tmp_path: Path,
 ) -> None:
     """Its place would else be held by nobody until its lease ends."""
 
-    async def play() -> None:
-        coordinator = LateCoordinator()
-        async with running(coordinator, tmp_path, JobTables(bool, bool)) as (found, request):
-            beat = Heartbeat(
-                default_node_config(), coordinator, found, found._engine, "n0", Trace("test"),
-                Outages(), Watchdog(Trace("test")), NodeReads,
-            )  # fmt: skip
+    coordinator = LateCoordinator()
+    async with running(coordinator, tmp_path, JobTables(bool, bool)) as (found, request):
+        beat = Heartbeat(
+            default_node_config(), coordinator, found, found._engine, "n0", Trace("test"),
+            Outages(), Watchdog(Trace("test")), NodeReads,
+        )  # fmt: skip
 
-            async def member_count() -> int:
-                job = (await coordinator.status(StatusRequest("j"))).jobs[0]
-                return sum(one.state == "joined" for one in job.members)
+        async def member_count() -> int:
+            job = (await coordinator.status(StatusRequest("j"))).jobs[0]
+            return sum(one.state == "joined" for one in job.members)
 
-            def leave(member: ServedMember) -> None:
-                found.close(member)
-                found.leave(member, lost=False)
+        def leave(member: ServedMember) -> None:
+            found.close(member)
+            found.leave(member, lost=False)
 
-            await beat.register()
-            for begin in (beat._beat, found.rejoin):
-                member, _ = await found.open(request)
-                assert await member_count() == 1
-                coordinator.leaving.append(partial(leave, member))
-                await (begin() if begin == beat._beat else begin(member))
-                await asyncio.gather(*found.places._leaving.get("j", ()))
-                assert await member_count() == 0
-
-    asyncio.run(play())
+        await beat.register()
+        for begin in (beat._beat, found.rejoin):
+            member, _ = await found.open(request)
+            assert await member_count() == 1
+            coordinator.leaving.append(partial(leave, member))
+            await (begin() if begin == beat._beat else begin(member))
+            await asyncio.gather(*found.places._leaving.get("j", ()))
+            assert await member_count() == 0
 
 
-def test_the_nodes_of_a_job_are_known_from_its_first_member_to_its_last(tmp_path: Path) -> None:
-    async def play() -> None:
-        coordinator, said = Coordinator(CoordinatorConfig(VERSION)), []
-        tables = JobTables(said.append, said.append)
-        async with running(coordinator, tmp_path, tables) as (found, request):
-            await coordinator.register_node(node(version=VERSION, data_address="10.0.0.1:7078"))
-            members = [(await found.open(request))[0]]
-            known = tables.get("j")
-            assert known is not None
-            assert [one.node_id for one in known.nodes] == ["n0"]
-            assert len(known.key) == 32
-            members.append((await found.open(structs.replace(request, member_id="m2")))[0])
-            found.close(members.pop())
-            assert tables.get("j") == known
-            assert found.joined.is_set()
-            found.close(members.pop())
-            assert tables.get("j") is None
-            assert said == [known, "j"]
-
-    asyncio.run(play())
+async def test_the_nodes_of_a_job_are_known_from_its_first_member_to_its_last(
+    tmp_path: Path,
+) -> None:
+    coordinator, said = Coordinator(CoordinatorConfig(VERSION)), []
+    tables = JobTables(said.append, said.append)
+    async with running(coordinator, tmp_path, tables) as (found, request):
+        await coordinator.register_node(node(version=VERSION, data_address="10.0.0.1:7078"))
+        members = [(await found.open(request))[0]]
+        known = tables.get("j")
+        assert known is not None
+        assert [one.node_id for one in known.nodes] == ["n0"]
+        assert len(known.key) == 32
+        members.append((await found.open(structs.replace(request, member_id="m2")))[0])
+        found.close(members.pop())
+        assert tables.get("j") == known
+        assert found.joined.is_set()
+        found.close(members.pop())
+        assert tables.get("j") is None
+        assert said == [known, "j"]
 
 
 def test_names_that_are_too_long_are_refused_before_any_work() -> None:
@@ -287,22 +280,18 @@ def test_masks_beside_pictures_are_told_of_and_single_pictures_are_not() -> None
 # -- The next epoch is made while the last slabs of this one are consumed
 
 
-Scene = Callable[[Engine, Streams, ServedMember], Awaitable[None]]
-
-
 def ignored(_request_id: int, _body: messages.FromNodeBody) -> None:
     """The messages to the trainer."""
 
 
-def play(scene: Scene) -> None:
-    async def whole() -> None:
-        small = SmallEngine(5)
-        try:
-            await scene(small.engine, Streams(small.engine, Orders()), small.member())
-        finally:
-            small.close()
-
-    asyncio.run(whole())
+@asynccontextmanager
+async def streaming() -> AsyncIterator[tuple[Engine, Streams, ServedMember]]:
+    """An engine, its streams, and a member that opens them."""
+    small = SmallEngine(5)
+    try:
+        yield small.engine, Streams(small.engine, Orders()), small.member()
+    finally:
+        small.close()
 
 
 async def at_once(_: ServedMember) -> None: ...
@@ -323,8 +312,8 @@ async def next_epoch(member: ServedMember) -> ServedStream:
 
 
 @pytest.mark.timeout(100)
-def test_the_next_epoch_is_ready_when_it_is_requested() -> None:
-    async def scene(engine: Engine, streams: Streams, member: ServedMember) -> None:
+async def test_the_next_epoch_is_ready_when_it_is_requested() -> None:
+    async with streaming() as (engine, streams, member):
         first = await opened(streams, member, messages.OpenStream("j", 0, 0))
         ahead = await next_epoch(member)
         assert ahead.walk.stream == Stream(1, 0, 0, 1, 0, 1)
@@ -334,13 +323,11 @@ def test_the_next_epoch_is_ready_when_it_is_requested() -> None:
         assert (await next_epoch(member)).walk.stream.epoch == 2
         streams.close_all(member)
 
-    play(scene)
-
 
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("asked", [(0, 0), (1, 1), (2, 0), (1, 0, 1)])
-def test_what_was_made_for_another_request_is_closed(asked: tuple[int, ...]) -> None:
-    async def scene(engine: Engine, streams: Streams, member: ServedMember) -> None:
+async def test_what_was_made_for_another_request_is_closed(asked: tuple[int, ...]) -> None:
+    async with streaming() as (engine, streams, member):
         first = await opened(streams, member, messages.OpenStream("j", 0, 0))
         ahead = await next_epoch(member)
         engine.close_stream(first)
@@ -351,12 +338,10 @@ def test_what_was_made_for_another_request_is_closed(asked: tuple[int, ...]) -> 
         assert other.walk.stream.epoch == asked[0]
         streams.close_all(member)
 
-    play(scene)
-
 
 @pytest.mark.timeout(100)
-def test_a_member_that_leaves_takes_its_next_epoch_along() -> None:
-    async def scene(_: Engine, streams: Streams, member: ServedMember) -> None:
+async def test_a_member_that_leaves_takes_its_next_epoch_along() -> None:
+    async with streaming() as (_, streams, member):
         first = await opened(streams, member, messages.OpenStream("j", 0, 0))
         ahead = await next_epoch(member)
         member.closed = True
@@ -365,12 +350,10 @@ def test_a_member_that_leaves_takes_its_next_epoch_along() -> None:
         assert ahead.is_closed
         assert member.next_epoch is None
 
-    play(scene)
-
 
 @pytest.mark.timeout(100)
-def test_with_several_streams_no_next_stream_is_predicted() -> None:
-    async def scene(engine: Engine, streams: Streams, member: ServedMember) -> None:
+async def test_with_several_streams_no_next_stream_is_predicted() -> None:
+    async with streaming() as (_, streams, member):
         both = [
             await opened(streams, member, messages.OpenStream("j", 0, 0, first_step, 2))
             for first_step in (0, 1)
@@ -381,12 +364,10 @@ def test_with_several_streams_no_next_stream_is_predicted() -> None:
         assert member.next_epoch is None
         streams.close_all(member)
 
-    play(scene)
-
 
 @pytest.mark.timeout(100)
-def test_the_scheduler_learns_the_next_order_once_the_first_batch_was_sent() -> None:
-    async def scene(engine: Engine, streams: Streams, member: ServedMember) -> None:
+async def test_the_scheduler_learns_the_next_order_once_the_first_batch_was_sent() -> None:
+    async with streaming() as (engine, streams, member):
         stream = await opened(streams, member, messages.OpenStream("j", 3, 0, 0, 2))
         state = engine.scheduler._streams.find(stream.stream_id)
         assert state is not None
@@ -402,16 +383,14 @@ def test_the_scheduler_learns_the_next_order_once_the_first_batch_was_sent() -> 
         assert state.next_order is await streams._order(member, 4)
         streams.close_all(member)
 
-    play(scene)
 
-
-def test_the_rate_is_that_between_slabs_and_outlives_epochs(
+async def test_the_rate_is_that_between_slabs_and_outlives_epochs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     slab = messages.Slab(1, 1, Region(0, 64), (messages.Batch(0, 64, 60),), b"")
     rates, slow = [], 60 / 10.01
 
-    async def scene(_: Engine, streams: Streams, member: ServedMember) -> None:
+    async with streaming() as (_, streams, member):
         with monkeypatch.context() as patch:
             for now, slabs in ((100, 0), (102, 1), (104, 0), (108, 1), (110, 0), (114, 0), (118, 0),
                                (118.01, 1), (118.05, 1), (120, 0)):  # fmt: skip
@@ -421,6 +400,4 @@ def test_the_rate_is_that_between_slabs_and_outlives_epochs(
                 rates.append(progress_of(member).samples_per_s)
                 if now == 110:
                     await opened(streams, member, messages.OpenStream("j", 1, 0))
-
-    play(scene)
     assert rates == pytest.approx([0, 0, 0, 10, 10, 10, 6, slow, slow, 60 / 1.99])

@@ -51,37 +51,34 @@ def test_an_embedded_node_calls_what_its_trainer_could() -> None:
     check_allowed(structs.replace(EXAMPLE, embedded=True), "map", "mine.text:tokenise")
 
 
-def test_a_function_is_tried_for_as_long_as_somebody_waits() -> None:
-    async def main() -> None:
-        found, tries = FoundOnce[int]("map"), list[asyncio.Future[int]]()
+async def test_a_function_is_tried_for_as_long_as_somebody_waits() -> None:
+    found, tries = FoundOnce[int]("map"), list[asyncio.Future[int]]()
 
-        async def find() -> int:
-            tries.append(asyncio.get_running_loop().create_future())
-            return await tries[-1]
+    async def find() -> int:
+        tries.append(asyncio.get_running_loop().create_future())
+        return await tries[-1]
 
-        async def given_up(*waiting: asyncio.Task[int]) -> None:
-            for one in waiting:
-                one.cancel()
-            assert await asyncio.gather(*waiting, return_exceptions=True)
-            await asyncio.sleep(0)
-
-        def wait() -> asyncio.Task[int]:
-            return asyncio.create_task(found.of("f", find))
-
-        first, second = wait(), wait()
+    async def given_up(*waiting: asyncio.Task[int]) -> None:
+        for one in waiting:
+            one.cancel()
+        assert await asyncio.gather(*waiting, return_exceptions=True)
         await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert len(tries) == 1
-        await given_up(first)
-        assert not tries[0].done()
-        await given_up(second)
-        assert tries[0].cancelled()
-        third, fourth = wait(), wait()
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        tries[1].set_result(7)
-        assert await asyncio.gather(third, fourth) == [7, 7]
-        assert await found.of("f", find) == 7
-        assert len(tries) == 2
 
-    asyncio.run(main())
+    def wait() -> asyncio.Task[int]:
+        return asyncio.create_task(found.of("f", find))
+
+    first, second = wait(), wait()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert len(tries) == 1
+    await given_up(first)
+    assert not tries[0].done()
+    await given_up(second)
+    assert tries[0].cancelled()
+    third, fourth = wait(), wait()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    tries[1].set_result(7)
+    assert await asyncio.gather(third, fourth) == [7, 7]
+    assert await found.of("f", find) == 7
+    assert len(tries) == 2

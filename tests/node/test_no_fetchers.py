@@ -34,51 +34,45 @@ async def _ends_of(fetchers: Fetchers, count: int) -> list[DataplaneError | None
         return await asyncio.gather(*ends)
 
 
-def test_reads_fail_while_no_fetcher_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def play() -> None:
-        arenas = Arena.create("blocks", ARENA_BYTES), Arena.create("preambles", ARENA_BYTES)
-        start = fetches.StartFetching((), 60.0, 30.0)
-        fetchers = Fetchers(1, start, arenas, Trace("test"), Outages())
-        try:
-            assert await _ends_of(fetchers, 1) == [None]
-            fetcher = psutil.Process(fetchers.pids[0])
-            server = fetcher.parent()
-            assert server is not None
-            with monkeypatch.context() as broken:
-                broken.setattr(forking, "_MODULE", "dataplane.no_such_module")
-                server.kill()
-                psutil.wait_procs([fetcher], TIMEOUT_S)
-                errors = await _ends_of(fetchers, 3)
-                assert [type(error) for error in errors] == [StoreError] * 3
-            assert await _ends_of(fetchers, 1) == [None]
-        finally:
-            fetchers.close()
-            for arena in arenas:
-                arena.close()
-
-    asyncio.run(play())
+async def test_reads_fail_while_no_fetcher_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    arenas = Arena.create("blocks", ARENA_BYTES), Arena.create("preambles", ARENA_BYTES)
+    start = fetches.StartFetching((), 60.0, 30.0)
+    fetchers = Fetchers(1, start, arenas, Trace("test"), Outages())
+    try:
+        assert await _ends_of(fetchers, 1) == [None]
+        fetcher = psutil.Process(fetchers.pids[0])
+        server = fetcher.parent()
+        assert server is not None
+        with monkeypatch.context() as broken:
+            broken.setattr(forking, "_MODULE", "dataplane.no_such_module")
+            server.kill()
+            psutil.wait_procs([fetcher], TIMEOUT_S)
+            errors = await _ends_of(fetchers, 3)
+            assert [type(error) for error in errors] == [StoreError] * 3
+        assert await _ends_of(fetchers, 1) == [None]
+    finally:
+        fetchers.close()
+        for arena in arenas:
+            arena.close()
 
 
-def test_a_machine_that_starts_no_process_is_to_blame_and_not_what_is_read(
+async def test_a_machine_that_starts_no_process_is_to_blame_and_not_what_is_read(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     mark = tmp_path / "mark"
     no_forks(monkeypatch, tmp_path, mark)
 
-    async def play() -> None:
-        arenas = Arena.create("blocks", ARENA_BYTES), Arena.create("preambles", ARENA_BYTES)
-        start = fetches.StartFetching((), 60.0, 30.0)
-        fetchers = Fetchers(1, start, arenas, Trace("test"), Outages())
-        try:
-            for error in await _ends_of(fetchers, 2):
-                assert type(error) is DataplaneError
-                assert NO_MORE in str(error)
-                assert "limit of processes" in str(error)
-            mark.unlink()
-            assert await _ends_of(fetchers, 1) == [None]
-        finally:
-            fetchers.close()
-            for arena in arenas:
-                arena.close()
-
-    asyncio.run(play())
+    arenas = Arena.create("blocks", ARENA_BYTES), Arena.create("preambles", ARENA_BYTES)
+    start = fetches.StartFetching((), 60.0, 30.0)
+    fetchers = Fetchers(1, start, arenas, Trace("test"), Outages())
+    try:
+        for error in await _ends_of(fetchers, 2):
+            assert type(error) is DataplaneError
+            assert NO_MORE in str(error)
+            assert "limit of processes" in str(error)
+        mark.unlink()
+        assert await _ends_of(fetchers, 1) == [None]
+    finally:
+        fetchers.close()
+        for arena in arenas:
+            arena.close()

@@ -20,8 +20,6 @@ from dataplane.model.config import PROTOCOL_VERSION, VERSION
 from dataplane.model.errors import (
     BudgetTooSmall,
     ConfigError,
-    ShardNotFound,
-    SpecMismatch,
     VersionMismatch,
 )
 from dataplane.model.records import ColumnOptions, End
@@ -72,8 +70,10 @@ def test_what_is_asked_out_of_turn_is_refused_and_the_connection_lives(
         assert len(trainer.batches()) == 23
 
 
-def test_nonsense_ends_its_connection_and_no_other(tmp_path: Path, arrow: str) -> None:
-    with Node(tmp_path) as node, Trainer(node) as other:
+def test_nonsense_ends_its_connection_and_delays_no_other_nor_does_a_silent_one(
+    tmp_path: Path, arrow: str
+) -> None:
+    with Node(tmp_path) as node, raw_socket(node), Trainer(node) as other:
         other.open(arrow)
         for packet in (b"\xff" * 40, b"\x08\x01", b"x" * (192 * 1024 + 1)):
             with Trainer(node) as trainer:
@@ -81,12 +81,6 @@ def test_nonsense_ends_its_connection_and_no_other(tmp_path: Path, arrow: str) -
                 trainer.sock.send(packet)
                 assert trainer.is_hung_up()
         assert len(other.batches()) == 23
-
-
-def test_a_silent_connection_delays_no_other(tmp_path: Path, arrow: str) -> None:
-    with Node(tmp_path) as node, raw_socket(node), Trainer(node) as trainer:
-        trainer.open(arrow)
-        assert len(trainer.batches()) == 23
 
 
 @pytest.mark.parametrize("holds_slabs", [False, True])
@@ -135,15 +129,14 @@ def test_an_impossible_job_is_refused_and_the_next_one_is_not(tmp_path: Path, pa
         assert len(trainer.batches()) == 23
 
 
-def test_a_url_without_shards_and_a_budget_below_one_block_are_refused(
+def test_a_budget_below_one_block_is_refused_and_the_advised_one_is_enough(
     tmp_path: Path, parquet: str
 ) -> None:
     with Node(tmp_path, block_arena_bytes="4KiB") as node, Trainer(node) as trainer:
-        with pytest.raises((ShardNotFound, ConfigError), match="nowhere"):
-            trainer.open(f"{tmp_path}/nowhere/*.parquet")
         with pytest.raises(BudgetTooSmall, match=r"raise block_arena_bytes") as caught:
             trainer.open(parquet)
         assert caught.value.budget == 4096
+        assert "0.parquet" in str(caught.value)
     told = re.search(
         r"DATAPLANE_BLOCK_ARENA_BYTES=(\w+).*--block-arena-bytes \1", str(caught.value)
     )
@@ -151,15 +144,6 @@ def test_a_url_without_shards_and_a_budget_below_one_block_are_refused(
     with Node(tmp_path, block_arena_bytes=told[1]) as node, Trainer(node) as trainer:
         trainer.open(parquet)
         assert len(trainer.batches()) == 23, "what is advised is enough"
-
-
-def test_if_ranks_disagree_the_error_names_the_field(tmp_path: Path, parquet: str) -> None:
-    with Node(tmp_path) as node, Trainer(node) as first, Trainer(node) as second:
-        first.open(parquet, dp_size=2, seed=1, shuffle=True)
-        with pytest.raises(SpecMismatch) as caught:
-            second.open(parquet, dp_rank=1, dp_size=2, seed=2, shuffle=True)
-        assert caught.value.field == "seed"
-        assert {caught.value.expected, caught.value.found} == {"1", "2"}
 
 
 # -- the bytes -------------------------------------------------------------------------------
@@ -253,21 +237,6 @@ def test_tables_of_many_columns_in_tiny_batches_fit_their_packets(tmp_path: Path
     ]
 
 
-def test_a_job_whose_open_windows_do_not_fit_into_the_arena_says_so(tmp_path: Path) -> None:
-    path = tmp_path / "wide.parquet"
-    blobs = [np.random.default_rng(row).bytes(1000) for row in range(300)]
-    pq.write_table(pa.table({"b": pa.array(blobs)}), path, row_group_size=10)
-    with Node(tmp_path, block_arena_bytes="128KiB", slab_bytes="16KiB") as node:
-        with Trainer(node) as trainer:
-            (said,) = trainer.open(str(path), shuffle=True, seed=3).advice
-            assert "MiB of blocks open on a host" in said
-            assert "its block arena has 0.1 MiB" in said
-            assert "raise block_arena_bytes to" in said
-        with Trainer(node) as trainer:
-            assert trainer.open(str(path), shuffle=False).advice == ()
-            assert trainer.open(str(path), job="k", shuffle=True, lanes=1, window=20).advice == ()
-
-
 def repetitive(path: Path, rows: int) -> str:
     """Rows of 4,000 bytes, 1,000 a block, in a file that has just one of them."""
     whole = pa.DictionaryArray.from_arrays(np.zeros(rows, np.int32), [b"x" * 4000])
@@ -283,24 +252,6 @@ def test_a_job_whose_batches_come_from_few_blocks_says_so(tmp_path: Path) -> Non
         assert "the samples of a batch come from about 1 of 80 blocks" in said
         assert trainer.open(url, job="k", dp_rank=1, dp_size=2, **poor).advice == ()
         assert trainer.open(url, job="l", **poor | {"shuffle": False}).advice == ()
-
-
-def test_a_mixture_says_what_is_to_be_said_of_its_sources(tmp_path: Path) -> None:
-    urls = {"web": repetitive(tmp_path / "web.parquet", 160_000)}
-    urls["code"] = repetitive(tmp_path / "code.parquet", 80_000)
-    sources = tuple(
-        messages.SourceAsked(name, messages.DatasetSource((url,)), weight=0.5)
-        for name, url in urls.items()
-    )
-    whole = {"global_batch": 256, "mixture": messages.MixtureAsked(sources), "shuffle": True}
-    poor = whole | {"lanes": 1, "window": 1000}
-    with Node(tmp_path, block_arena_bytes="8MiB") as node, Trainer(node) as trainer:
-        (said,) = trainer.open(urls["web"], **poor).advice
-        assert "the samples of source 'web' in a batch come from about" in said
-        assert "1 more source is like that" in said
-        assert "of blocks open on a host, and its block arena has 8.0 MiB" in said
-    with Node(tmp_path, block_arena_bytes="2GiB") as node, Trainer(node) as trainer:
-        assert trainer.open(urls["web"], **whole).advice == ()
 
 
 def test_a_small_arena_over_s3_evicts_and_reloads_without_losing_samples(

@@ -12,11 +12,9 @@ from certificates import Authority
 from fetching import LENGTH, URL
 from slab_makers import SLOT_BYTES, SLOTS, Maker, Reader, makers, reader
 
-from dataplane.fetcher.neighbours import FAILURES_MAX, READS_MIN
+from dataplane.fetcher.neighbours import READS_MIN
 from dataplane.model.config import PeerTls
-from dataplane.model.errors import NeighbourGone
 from dataplane.model.records import BlockForm, Region
-from dataplane.neighbours.wire import ONE_SIDE
 from dataplane.rpc import fetches, tasks
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
@@ -73,29 +71,3 @@ def test_blocks_and_slabs_arrive_byte_for_byte_also_while_certificates_are_repla
             await everything(at, maker)
 
     asyncio.run(play())
-
-
-@pytest.mark.parametrize("is_maker", [True, False])
-def test_nodes_of_which_one_has_no_tls_say_so_on_both_sides(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], is_maker: bool
-) -> None:
-    tls = written(Authority.made(), tmp_path)
-
-    async def play() -> None:
-        one, other = (None, tls) if is_maker else (tls, None)
-        async with reader(tls=one) as at, makers(tls=other) as (maker,):
-            for _ in range(FAILURES_MAX):
-                failed = await at.end_of(block(maker, 0))
-                assert isinstance(failed, NeighbourGone)
-                assert ONE_SIDE in str(failed)
-            slab = await at.end_of_slab(at.order(maker.maker()))
-            assert ONE_SIDE in str(slab.error)
-            assert maker.asked == []
-
-    asyncio.run(play())
-    told = capfd.readouterr().err.splitlines()
-    refused = [line for line in told if "data connection refused" in line]
-    left_alone = [line for line in told if "neighbour left alone" in line]
-    assert len(refused) == FAILURES_MAX + 1
-    assert len(left_alone) == 1
-    assert all(ONE_SIDE in line for line in refused + left_alone)

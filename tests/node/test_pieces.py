@@ -129,25 +129,22 @@ DATASET = b"0123456789abcdef"
 SOURCE, INTO = Region(0, LENGTH), Region(2 * LENGTH, LENGTH)
 
 
-def test_blocks_on_disk_outlive_the_fetcher_that_wrote_them(tmp_path: Path) -> None:
-    async def play() -> None:
-        async with node(kept_folder=str(tmp_path)) as at:
-            at.arena.reserve(SOURCE.offset, SOURCE.length)
-            at.arena.view(SOURCE.offset, SOURCE.length)[:] = BODY[:LENGTH]
-            found: list[fetches.KeptFound] = []
-            assert await at.end_of(fetches.WriteKept(0, DATASET, 7, SOURCE)) is None
-            os.kill(at.fetchers.pids[0], signal.SIGKILL)
-            assert await at.end_of(fetches.ReadKept(0, DATASET, 7, INTO)) is None
-            assert at.bytes_at(INTO.offset) == BODY[:LENGTH]
-            assert await at.end_of(fetches.ScanKept(0), found.append) is None
-            assert [(each.dataset, each.blocks) for each in found] == [(DATASET, (7,))]
-            missing = await at.end_of(fetches.ReadKept(0, DATASET, 8, INTO))
-            assert isinstance(missing, NotKept)
-            assert not missing.trouble
-            told = at.fetchers.statistics()
-            assert (told.disk_bytes, told.read_bytes, told.neighbour_bytes) == (LENGTH, 0, 0)
-
-    asyncio.run(play())
+async def test_blocks_on_disk_outlive_the_fetcher_that_wrote_them(tmp_path: Path) -> None:
+    async with node(kept_folder=str(tmp_path)) as at:
+        at.arena.reserve(SOURCE.offset, SOURCE.length)
+        at.arena.view(SOURCE.offset, SOURCE.length)[:] = BODY[:LENGTH]
+        found: list[fetches.KeptFound] = []
+        assert await at.end_of(fetches.WriteKept(0, DATASET, 7, SOURCE)) is None
+        os.kill(at.fetchers.pids[0], signal.SIGKILL)
+        assert await at.end_of(fetches.ReadKept(0, DATASET, 7, INTO)) is None
+        assert at.bytes_at(INTO.offset) == BODY[:LENGTH]
+        assert await at.end_of(fetches.ScanKept(0), found.append) is None
+        assert [(each.dataset, each.blocks) for each in found] == [(DATASET, (7,))]
+        missing = await at.end_of(fetches.ReadKept(0, DATASET, 8, INTO))
+        assert isinstance(missing, NotKept)
+        assert not missing.trouble
+        told = at.fetchers.statistics()
+        assert (told.disk_bytes, told.read_bytes, told.neighbour_bytes) == (LENGTH, 0, 0)
 
 
 class DiskBefore:

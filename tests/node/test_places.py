@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -65,69 +65,49 @@ async def _slow(stall_timeout_s: float = 60.0) -> AsyncIterator[tuple[SlowCoordi
         await coordinator.close()
 
 
-def _play(scene: Callable[[], Awaitable[None]]) -> None:
-    async def play() -> None:
-        async with asyncio.timeout(60):
-            await scene()
-
-    asyncio.run(play())
-
-
-def test_a_join_never_overtakes_a_leave_of_its_job() -> None:
-    async def scene() -> None:
-        async with _slow() as (coordinator, places):
-            await places.join(join(member="first"))
-            places.leave("j", "first", lost=False)
-            joining = asyncio.create_task(places.join(join(member="second", spec=OTHER)))
-            await coordinator.told.wait()
-            # Joins of other jobs do not wait.
-            await places.join(join(job="another"))
-            assert not joining.done()
-            coordinator.leaves.set()
-            assert (await joining).generation == 2
-
-    _play(scene)
+async def test_a_join_never_overtakes_a_leave_of_its_job() -> None:
+    async with _slow() as (coordinator, places):
+        await places.join(join(member="first"))
+        places.leave("j", "first", lost=False)
+        joining = asyncio.create_task(places.join(join(member="second", spec=OTHER)))
+        await coordinator.told.wait()
+        # Joins of other jobs do not wait.
+        await places.join(join(job="another"))
+        assert not joining.done()
+        coordinator.leaves.set()
+        assert (await joining).generation == 2
 
 
-def test_a_leave_that_is_not_answered_delays_a_join_only_for_a_while() -> None:
-    async def scene() -> None:
-        async with _slow(stall_timeout_s=0.01) as (_, places):
-            await places.join(join(member="first"))
-            places.leave("j", "first", lost=False)
-            with pytest.raises(SpecMismatch):
-                await places.join(join(member="second", spec=OTHER))
-
-    _play(scene)
+async def test_a_leave_that_is_not_answered_delays_a_join_only_for_a_while() -> None:
+    async with _slow(stall_timeout_s=0.01) as (_, places):
+        await places.join(join(member="first"))
+        places.leave("j", "first", lost=False)
+        with pytest.raises(SpecMismatch):
+            await places.join(join(member="second", spec=OTHER))
 
 
-def test_a_trainer_that_goes_away_while_it_joins_gives_its_place_back() -> None:
-    async def scene() -> None:
-        async with _slow() as (coordinator, places):
-            coordinator.answers.clear()
-            joining = asyncio.create_task(places.join(join(member="first")))
-            await coordinator.asked.wait()
-            joining.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await joining
-            coordinator.leaves.set()
-            coordinator.answers.set()
-            assert (await places.join(join(member="second", spec=OTHER))).generation == 2
-
-    _play(scene)
+async def test_a_trainer_that_goes_away_while_it_joins_gives_its_place_back() -> None:
+    async with _slow() as (coordinator, places):
+        coordinator.answers.clear()
+        joining = asyncio.create_task(places.join(join(member="first")))
+        await coordinator.asked.wait()
+        joining.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await joining
+        coordinator.leaves.set()
+        coordinator.answers.set()
+        assert (await places.join(join(member="second", spec=OTHER))).generation == 2
 
 
-def test_a_node_that_stops_waits_for_leaves_and_leaves_the_others_their_places() -> None:
-    async def scene() -> None:
-        async with _slow() as (coordinator, places):
-            for rank in range(2):
-                await places.join(join(rank))
-            places.leave("j", "m0-i1", lost=False)
-            closing = asyncio.create_task(places.close())
-            await coordinator.told.wait()
-            assert not closing.done()
-            coordinator.leaves.set()
-            await closing
-            places.leave("j", "m1-i1", lost=False)
-            assert await coordinator.states() == ["left", "joined"]
-
-    _play(scene)
+async def test_a_node_that_stops_waits_for_leaves_and_leaves_the_others_their_places() -> None:
+    async with _slow() as (coordinator, places):
+        for rank in range(2):
+            await places.join(join(rank))
+        places.leave("j", "m0-i1", lost=False)
+        closing = asyncio.create_task(places.close())
+        await coordinator.told.wait()
+        assert not closing.done()
+        coordinator.leaves.set()
+        await closing
+        places.leave("j", "m1-i1", lost=False)
+        assert await coordinator.states() == ["left", "joined"]

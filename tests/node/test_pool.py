@@ -11,7 +11,16 @@ from pathlib import Path
 
 import pytest
 from no_forks import no_forks
-from pool_bench import OTHER, ROOM, SLAB, Bench, arrow_shards, instead_of_workers, on_bench
+from pool_bench import (
+    OTHER,
+    ROOM,
+    SLAB,
+    Bench,
+    arrow_shards,
+    bench_on,
+    instead_of_workers,
+    on_bench,
+)
 
 from dataplane.model.errors import ClosedError, CorruptShard, DataplaneError, DatasetChangedError
 from dataplane.model.records import Region
@@ -21,8 +30,10 @@ from dataplane.worker.forking import ForkedProcess
 TIMEOUT_S = 60.0
 
 
-def test_a_job_whose_worker_is_killed_is_done_by_another_and_reported_once(tmp_path: Path) -> None:
-    async def scene(bench: Bench) -> None:
+async def test_a_job_whose_worker_is_killed_is_done_by_another_and_reported_once(
+    tmp_path: Path,
+) -> None:
+    async with bench_on(arrow_shards(tmp_path, 2)) as bench:
         await bench.decode(0, ROOM)
         (pid,) = bench.pool.pids
         os.kill(pid, signal.SIGSTOP)
@@ -36,13 +47,11 @@ def test_a_job_whose_worker_is_killed_is_done_by_another_and_reported_once(tmp_p
         assert isinstance(found, tasks.Assembled)
         assert bench.values(SLAB, 2) == [7, 4]
 
-    on_bench(arrow_shards(tmp_path, 2), scene)
 
-
-def test_a_task_begins_when_its_worker_knows_all_that_it_needs(tmp_path: Path) -> None:
+async def test_a_task_begins_when_its_worker_knows_all_that_it_needs(tmp_path: Path) -> None:
     """Time before that, such as the start of the process, is a wait for a worker."""
 
-    async def scene(bench: Bench) -> None:
+    async with bench_on(arrow_shards(tmp_path, 1)) as bench:
         await bench.decode(0, ROOM)
         (worker,) = bench.pool._workers
         os.kill(bench.pool.pids[0], signal.SIGSTOP)
@@ -56,10 +65,8 @@ def test_a_task_begins_when_its_worker_knows_all_that_it_needs(tmp_path: Path) -
         assert isinstance(await result, tasks.Assembled)
         assert task.began == task.sent >= before
 
-    on_bench(arrow_shards(tmp_path, 1), scene)
 
-
-def test_tasks_go_to_workers_whose_process_ids_are_not_known_yet(
+async def test_tasks_go_to_workers_whose_process_ids_are_not_known_yet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To ask for one would hold the event loop until the fork server has started."""
@@ -72,14 +79,12 @@ def test_tasks_go_to_workers_whose_process_ids_are_not_known_yet(
 
     monkeypatch.setattr(ForkedProcess, "pid", property(pid))
 
-    async def scene(bench: Bench) -> None:
+    async with bench_on(arrow_shards(tmp_path, 2)) as bench:
         assert isinstance(await bench.decode(0, ROOM), tasks.Decoded)
         assert all(known)
 
-    on_bench(arrow_shards(tmp_path, 2), scene)
 
-
-def test_a_job_at_which_two_workers_die_is_quarantined_and_the_next_is_done(
+async def test_a_job_at_which_two_workers_die_is_quarantined_and_the_next_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mark = tmp_path / "mark"
@@ -91,7 +96,7 @@ def test_a_job_at_which_two_workers_die_is_quarantined_and_the_next_is_done(
     url = arrow_shards(tmp_path, 2)
     instead_of_workers(monkeypatch, tmp_path, mark, code)
 
-    async def scene(bench: Bench) -> None:
+    async with bench_on(url) as bench:
         blamed = await bench.decode(1, ROOM)
         assert isinstance(blamed, CorruptShard)
         assert "001.arrow, block 0: 2 worker processes ended while decoding it" in str(blamed)
@@ -102,8 +107,6 @@ def test_a_job_at_which_two_workers_die_is_quarantined_and_the_next_is_done(
         os.kill(bench.pool.pids[0], signal.SIGKILL)
         assert isinstance(await bench.decode(0, ROOM), tasks.Decoded)
         assert len(bench.reports) == 2
-
-    on_bench(url, scene)
 
 
 def test_a_job_is_not_blamed_for_a_worker_that_is_killed_while_it_starts(tmp_path: Path) -> None:
@@ -129,10 +132,10 @@ def test_a_job_is_not_blamed_for_a_worker_that_is_killed_while_it_starts(tmp_pat
     assert isinstance(results[-1], tasks.Decoded)
 
 
-def test_killing_all_workers_at_once_blames_no_job(
+async def test_killing_all_workers_at_once_blames_no_job(
     tmp_path: Path,
 ) -> None:
-    async def scene(bench: Bench) -> None:
+    async with bench_on(arrow_shards(tmp_path, 3), workers=3) as bench:
         await asyncio.gather(bench.decode(0, ROOM), bench.decode(0, SLAB), bench.decode(0, OTHER))
         pids = bench.pool.pids
         for pid in pids:
@@ -146,11 +149,9 @@ def test_killing_all_workers_at_once_blames_no_job(
         assert len(bench.pool.pids) == 3
         assert not set(pids) & set(bench.pool.pids)
 
-    on_bench(arrow_shards(tmp_path, 3), scene, workers=3)
-
 
 @pytest.mark.parametrize("garbage", ["b'garbage' * 9", "b''", "b'\\x0a\\x00' * 2"])
-def test_a_worker_that_answers_nonsense_is_replaced(
+async def test_a_worker_that_answers_nonsense_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, garbage: str
 ) -> None:
     mark = tmp_path / "mark"
@@ -164,24 +165,22 @@ def test_a_worker_that_answers_nonsense_is_replaced(
     url = arrow_shards(tmp_path, 2)
     instead_of_workers(monkeypatch, tmp_path, mark, code)
 
-    async def scene(bench: Bench) -> None:
+    async with bench_on(url) as bench:
         (pid,) = bench.pool.pids
         assert isinstance(await bench.decode(0, ROOM), (tasks.Decoded, DataplaneError))
         assert isinstance(await bench.decode(1, ROOM), tasks.Decoded)
         assert len(bench.reports) == 2
         assert pid not in bench.pool.pids
 
-    on_bench(url, scene)
 
-
-def test_workers_that_cannot_start_are_an_error_and_are_tried_again_with_the_next_job(
+async def test_workers_that_cannot_start_are_an_error_and_are_tried_again_with_the_next_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mark = tmp_path / "mark"
     url = arrow_shards(tmp_path, 2)
     instead_of_workers(monkeypatch, tmp_path, mark, "os._exit(3)")
 
-    async def scene(bench: Bench) -> None:
+    async with bench_on(url) as bench:
         failed = await bench.decode(0, ROOM)
         assert isinstance(failed, DataplaneError)
         assert "status 3" in str(failed) or "died" in str(failed)
@@ -190,18 +189,16 @@ def test_workers_that_cannot_start_are_an_error_and_are_tried_again_with_the_nex
         mark.unlink()
         assert isinstance(await bench.decode(1, ROOM), tasks.Decoded)
 
-    on_bench(url, scene)
-
 
 @pytest.mark.parametrize("number", [errno.EAGAIN, errno.ENOMEM])
-def test_a_machine_that_starts_no_process_is_to_blame_and_not_the_shard(
+async def test_a_machine_that_starts_no_process_is_to_blame_and_not_the_shard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     mark = tmp_path / "mark"
     url = arrow_shards(tmp_path, 2)
     no_forks(monkeypatch, tmp_path, mark, number)
 
-    async def scene(bench: Bench) -> None:
+    async with bench_on(url) as bench:
         failed = await bench.decode(0, ROOM)
         assert type(failed) is DataplaneError
         assert os.strerror(number) in str(failed)
@@ -214,13 +211,11 @@ def test_a_machine_that_starts_no_process_is_to_blame_and_not_the_shard(
         mark.unlink()
         assert isinstance(await bench.decode(1, ROOM), tasks.Decoded)
 
-    on_bench(url, scene)
 
-
-def test_detaching_an_arena_while_a_job_runs_does_not_complete_the_job(
+async def test_detaching_an_arena_while_a_job_runs_does_not_complete_the_job(
     tmp_path: Path,
 ) -> None:
-    async def scene(bench: Bench) -> None:
+    async with bench_on(arrow_shards(tmp_path, 2)) as bench:
         await bench.decode(0, ROOM, (0, 5))
         (pid,) = bench.pool.pids
         os.kill(pid, signal.SIGSTOP)
@@ -231,13 +226,11 @@ def test_detaching_an_arena_while_a_job_runs_does_not_complete_the_job(
         assert isinstance(await bench.decode(0, ROOM), tasks.Decoded)
         assert len(bench.reports) == 3
 
-    on_bench(arrow_shards(tmp_path, 2), scene)
 
-
-def test_waiting_slabs_of_a_closed_arena_keep_no_worker_and_blocks_are_decoded_all_the_same(
+async def test_waiting_slabs_of_a_closed_arena_keep_no_worker_and_blocks_are_decoded_all_the_same(
     tmp_path: Path,
 ) -> None:
-    async def scene(bench: Bench) -> None:
+    async with bench_on(arrow_shards(tmp_path, 3)) as bench:
         await bench.decode(0, ROOM)
         (pid,) = bench.pool.pids
         os.kill(pid, signal.SIGSTOP)
@@ -251,26 +244,22 @@ def test_waiting_slabs_of_a_closed_arena_keep_no_worker_and_blocks_are_decoded_a
         assert isinstance(await running, tasks.Decoded)
         assert isinstance(await decoding, tasks.Decoded)
 
-    on_bench(arrow_shards(tmp_path, 3), scene)
 
-
-def test_a_job_over_many_blocks_with_long_names_is_described_in_several_packets(
+async def test_a_job_over_many_blocks_with_long_names_is_described_in_several_packets(
     tmp_path: Path,
 ) -> None:
     deep = tmp_path.joinpath(*["d" * 200] * 8)
     deep.mkdir(parents=True)
 
-    async def scene(bench: Bench) -> None:
+    async with bench_on(arrow_shards(deep, 300)) as bench:
         sources = tuple(bench.mapped(i) for i in range(300))
         rows = [(i, i % 4) for i in range(300)]
         assert isinstance(await bench.assemble(sources, rows, SLAB), tasks.Assembled)
         assert bench.values(SLAB, 300) == [4 * i + i % 4 for i in range(300)]
 
-    on_bench(arrow_shards(deep, 300), scene)
 
-
-def test_a_forgotten_block_is_not_confused_with_its_replacement(tmp_path: Path) -> None:
-    async def scene(bench: Bench) -> None:
+async def test_a_forgotten_block_is_not_confused_with_its_replacement(tmp_path: Path) -> None:
+    async with bench_on(arrow_shards(tmp_path, 2)) as bench:
         for block in (0, 1, 0):
             await bench.decode(block, ROOM)
             source = bench.decoded(ROOM)
@@ -278,17 +267,15 @@ def test_a_forgotten_block_is_not_confused_with_its_replacement(tmp_path: Path) 
             assert bench.values(SLAB, 1) == [4 * block + 1]
             bench.pool.forget_block(source.key)
 
-    on_bench(arrow_shards(tmp_path, 2), scene)
 
-
-def test_a_block_that_cannot_be_opened_fails_its_job_and_is_tried_again_for_the_next(
+async def test_a_block_that_cannot_be_opened_fails_its_job_and_is_tried_again_for_the_next(
     tmp_path: Path,
 ) -> None:
     url, path = arrow_shards(tmp_path, 2), tmp_path / "000.arrow"
     content = path.read_bytes()
     times = path.stat()
 
-    async def scene(bench: Bench) -> None:
+    async with bench_on(url) as bench:
         source = bench.mapped(0)
         path.write_bytes(content[:100])
         failed = await bench.assemble((source,), [(0, 0)], SLAB)
@@ -298,13 +285,13 @@ def test_a_block_that_cannot_be_opened_fails_its_job_and_is_tried_again_for_the_
         assert isinstance(await bench.assemble((source,), [(0, 2)], SLAB), tasks.Assembled)
         assert bench.values(SLAB, 1) == [2]
 
-    on_bench(url, scene)
 
-
-def test_rows_of_a_file_that_is_written_after_it_was_opened_are_not_served(tmp_path: Path) -> None:
+async def test_rows_of_a_file_that_is_written_after_it_was_opened_are_not_served(
+    tmp_path: Path,
+) -> None:
     url, path = arrow_shards(tmp_path, 2), tmp_path / "000.arrow"
 
-    async def scene(bench: Bench) -> None:
+    async with bench_on(url) as bench:
         source = bench.mapped(0)
         assert isinstance(await bench.assemble((source,), [(0, 0)], SLAB), tasks.Assembled)
         with path.open("r+b") as file:
@@ -314,11 +301,11 @@ def test_rows_of_a_file_that_is_written_after_it_was_opened_are_not_served(tmp_p
         failed = await bench.assemble((source,), [(0, 0)], SLAB)
         assert isinstance(failed, DatasetChangedError)
 
-    on_bench(url, scene)
 
-
-def test_more_workers_take_jobs_when_they_are_up_and_too_many_end_when_idle(tmp_path: Path) -> None:
-    async def scene(bench: Bench) -> None:
+async def test_more_workers_take_jobs_when_they_are_up_and_too_many_end_when_idle(
+    tmp_path: Path,
+) -> None:
+    async with bench_on(arrow_shards(tmp_path, 4)) as bench:
         pool, rooms = bench.pool, [Region(i * (64 << 10), 64 << 10) for i in range(8)]
         await bench.decode(0, ROOM)
         pool.resize(3)
@@ -342,11 +329,9 @@ def test_more_workers_take_jobs_when_they_are_up_and_too_many_end_when_idle(tmp_
         assert len(pool.pids) == 1
         assert all(isinstance(report, tasks.Decoded) for report in bench.reports)
 
-    on_bench(arrow_shards(tmp_path, 4), scene)
 
-
-def test_a_look_returns_the_share_of_busy_workers_since_the_last_look(tmp_path: Path) -> None:
-    async def scene(bench: Bench) -> None:
+async def test_a_look_returns_the_share_of_busy_workers_since_the_last_look(tmp_path: Path) -> None:
+    async with bench_on(arrow_shards(tmp_path, 4)) as bench:
         bench.pool.tick()
         await bench.decode(0, ROOM)
         busy, bytes_per_s = bench.pool.tick()
@@ -354,5 +339,3 @@ def test_a_look_returns_the_share_of_busy_workers_since_the_last_look(tmp_path: 
         assert bytes_per_s == 0  # a block is no slab
         await bench.assemble((bench.mapped(1),), [(0, 0), (0, 1)], SLAB)
         assert bench.pool.tick()[1] > 0
-
-    on_bench(arrow_shards(tmp_path, 4), scene)

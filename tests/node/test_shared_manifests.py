@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lender import LendingNode, lending_node
@@ -94,31 +95,28 @@ class Node:
             return await self.shared.opened(wanted, self.make)
 
 
-def play(scene: Callable[..., object], tmp_path: Path, count: int = 2, **changed: object) -> None:
-    """With so many nodes of one coordinator."""
-
-    async def whole() -> None:
-        coordinator = Listened()
-        await coordinator.start()
-        config = structs.replace(default_node_config(), **changed)
-        try:
-            async with contextlib.AsyncExitStack() as stack:
-                nodes = []
-                for number in range(count):
-                    name = f"node-{number}"
-                    lender = await stack.enter_async_context(lending_node(node_id=name))
-                    own = structs.replace(config, cache_dir=str(tmp_path / name))
-                    nodes.append(Node(coordinator, own, name, lender))
-                    stack.callback(nodes[-1].lent.close)
-                await scene(coordinator, *nodes)
-        finally:
-            await coordinator.close()
-
-    asyncio.run(whole())
+@contextlib.asynccontextmanager
+async def sharing(tmp_path: Path, count: int = 2, **changed: object) -> AsyncIterator[Any]:
+    """A coordinator, and so many nodes of it."""
+    coordinator = Listened()
+    await coordinator.start()
+    config = structs.replace(default_node_config(), **changed)
+    try:
+        async with contextlib.AsyncExitStack() as stack:
+            nodes = []
+            for number in range(count):
+                name = f"node-{number}"
+                lender = await stack.enter_async_context(lending_node(node_id=name))
+                own = structs.replace(config, cache_dir=str(tmp_path / name))
+                nodes.append(Node(coordinator, own, name, lender))
+                stack.callback(nodes[-1].lent.close)
+            yield coordinator, *nodes
+    finally:
+        await coordinator.close()
 
 
-def test_what_one_node_has_made_the_others_get_byte_for_byte(tmp_path: Path) -> None:
-    async def scene(coordinator: Listened, first: Node, second: Node, third: Node) -> None:
+async def test_what_one_node_has_made_the_others_get_byte_for_byte(tmp_path: Path) -> None:
+    async with sharing(tmp_path, 3) as (coordinator, first, second, third):
         assert (await first.open()).given is None
         for node in (second, third):
             found = await node.open()
@@ -128,13 +126,11 @@ def test_what_one_node_has_made_the_others_get_byte_for_byte(tmp_path: Path) -> 
         assert first.lender.lending.lent_bytes == 0, "these are no blocks"
         states = [one.state for one in coordinator.said]
         assert states.count(ManifestState.HELD) == 3
-
-    play(scene, tmp_path, 3)
-    assert [*tmp_path.glob("node-2/index/*/*.manifest")], "it is known the next time"
+    assert [*tmp_path.glob("node-2/index/*/*.manifest")], "it is known the next time"  # noqa: ASYNC240 - nobody waits
 
 
-def test_a_node_that_waits_shows_how_far_the_other_one_is(tmp_path: Path) -> None:
-    async def scene(_: Listened, first: Node, second: Node) -> None:
+async def test_a_node_that_waits_shows_how_far_the_other_one_is(tmp_path: Path) -> None:
+    async with sharing(tmp_path) as (_, _first, second):
         work = NodeWork("counting packs", "s3://b/", 12, 40, "blocks")
         answer = ShareManifestResponse(ManifestTurn.WAIT, "node-0", pause_s=0.05, work=work)
         pausing = asyncio.create_task(second.shared._pause(WANTED, answer))
@@ -144,69 +140,60 @@ def test_a_node_that_waits_shows_how_far_the_other_one_is(tmp_path: Path) -> Non
         await pausing
         assert work_on(WANTED.source.urls) is None
 
-    play(scene, tmp_path)
 
-
-@pytest.mark.parametrize(
-    "content",
-    [
+async def test_what_is_no_manifest_of_these_urls_is_not_used_and_the_node_makes_its_own(
+    tmp_path: Path,
+) -> None:
+    elsewhere = [
+        structs.replace(shard, url=f"s3://secret/{n}") for n, shard in enumerate(small().shards)
+    ]
+    contents = (
         b"nothing of the kind" * 100,
         small().to_bytes()[:-9],
         small(urls=("s3://other/",)).to_bytes(),
-        small(
-            shards=tuple(
-                structs.replace(shard, url=f"s3://secret/{n}")
-                for n, shard in enumerate(small().shards)
-            )
-        ).to_bytes(),
-    ],
-    ids=["no manifest", "a torn one", "of other urls", "with shards elsewhere"],
-)
-def test_what_is_no_manifest_of_these_urls_is_not_used_and_the_node_makes_its_own(
-    content: bytes, tmp_path: Path
-) -> None:
-    async def scene(coordinator: Listened, first: Node, second: Node) -> None:
-        first.content = content
-        await first.open()
-        assert (await second.open()).given is None
-        refused = [one.refused_by for one in coordinator.said if one.refused_by]
-        assert refused == [coordinator.said[0].node_id]
+        small(shards=tuple(elsewhere)).to_bytes(),
+    )
 
-    play(scene, tmp_path)
-    assert not [*tmp_path.glob("node-1/index/*/*.manifest")]
+    async with sharing(tmp_path) as (coordinator, first, second):
+        for number, content in enumerate(contents):
+            wanted = structs.replace(WANTED, job_id=f"job {number}")
+            first.content = content
+            await first.open(wanted)
+            assert (await second.open(wanted)).given is None
+            refused = [one.refused_by for one in coordinator.said if one.refused_by]
+            assert refused == [coordinator.said[0].node_id] * (number + 1)
+    assert not [*tmp_path.glob("node-1/index/*/*.manifest")]  # noqa: ASYNC240 - nobody waits
 
 
-def test_jobs_that_open_the_same_dataset_on_the_same_nodes_do_not_take_it_from_each_other(
+async def test_jobs_that_open_the_same_dataset_on_the_same_nodes_do_not_take_it_from_each_other(
     tmp_path: Path,
 ) -> None:
     other = structs.replace(WANTED, job_id="another job")
 
-    async def scene(_: Listened, first: Node, second: Node) -> None:
+    async with sharing(tmp_path) as (_, first, second):
         for wanted in (WANTED, other):
             await first.open(wanted)
         for wanted in (WANTED, other):
             assert (await second.open(wanted)).given is not None
 
-    play(scene, tmp_path)
 
-
-def test_a_node_whose_cache_folder_cannot_be_used_gets_it_and_blames_nobody(tmp_path: Path) -> None:
+async def test_a_node_whose_cache_folder_cannot_be_used_gets_it_and_blames_nobody(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "node-1").touch()
 
-    async def scene(coordinator: Listened, first: Node, second: Node) -> None:
+    async with sharing(tmp_path) as (coordinator, first, second):
         await first.open()
         assert (await second.open()).given is not None
         assert not any(one.refused_by for one in coordinator.said)
 
-    play(scene, tmp_path)
 
-
-def test_a_node_that_reaches_none_of_many_does_not_try_them_all(
+async def test_a_node_that_reaches_none_of_many_does_not_try_them_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_manifests, "_FETCHES_MAX", 1)
 
-    async def scene(coordinator: Listened, first: Node, second: Node, third: Node) -> None:
+    async with sharing(tmp_path, 3) as (coordinator, first, second, third):
         for node in (first, second):
             await node.open()
         for node in (first, second):
@@ -214,15 +201,13 @@ def test_a_node_that_reaches_none_of_many_does_not_try_them_all(
         assert (await third.open()).given is None
         assert len([one for one in coordinator.said if one.refused_by]) == 1
 
-    play(scene, tmp_path, 3)
 
-
-def test_bytes_that_nobody_reads_are_dropped_and_made_again_when_they_are(
+async def test_bytes_that_nobody_reads_are_dropped_and_made_again_when_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_manifests, "IDLE_S", 0.7)
 
-    async def scene(_: Listened, first: Node, second: Node, third: Node) -> None:
+    async with sharing(tmp_path, 3) as (_, first, second, third):
         await first.open()
         assert (await second.open()).given is not None
         second.shared.forget(WANTED)
@@ -230,20 +215,16 @@ def test_bytes_that_nobody_reads_are_dropped_and_made_again_when_they_are(
         await first.lender.until(lambda: first.lent.tick() or not lent.arena_id)
         assert (await third.open()).given is not None
 
-    play(scene, tmp_path, 3)
 
-
-def test_a_node_that_has_closed_it_gives_it_no_more(tmp_path: Path) -> None:
-    async def scene(_: Listened, first: Node, second: Node) -> None:
+async def test_a_node_that_has_closed_it_gives_it_no_more(tmp_path: Path) -> None:
+    async with sharing(tmp_path) as (_, first, second):
         await first.open()
         first.shared.forget(WANTED)
         assert (await second.open()).given is None
 
-    play(scene, tmp_path)
 
-
-def test_who_cannot_make_it_says_so_and_the_next_one_does(tmp_path: Path) -> None:
-    async def scene(coordinator: Listened, first: Node, second: Node) -> None:
+async def test_who_cannot_make_it_says_so_and_the_next_one_does(tmp_path: Path) -> None:
+    async with sharing(tmp_path) as (coordinator, first, second):
         first.fault = StoreError("no such bucket", shard="s3://b/")
         with pytest.raises(StoreError, match="no such bucket"):
             await first.open()
@@ -252,11 +233,11 @@ def test_who_cannot_make_it_says_so_and_the_next_one_does(tmp_path: Path) -> Non
         first.fault = None
         assert (await first.open()).given is not None
 
-    play(scene, tmp_path)
 
-
-def test_a_coordinator_that_is_away_is_waited_for_as_long_as_for_a_join(tmp_path: Path) -> None:
-    async def scene(coordinator: Listened, first: Node) -> None:
+async def test_a_coordinator_that_is_away_is_waited_for_as_long_as_for_a_join(
+    tmp_path: Path,
+) -> None:
+    async with sharing(tmp_path, 1, stall_timeout_s=0.1) as (coordinator, first):
         coordinator.lost = 1
         await first.open()
         assert [one.state.value for one in coordinator.said] == ["wanted", "wanted", "held"]
@@ -264,45 +245,37 @@ def test_a_coordinator_that_is_away_is_waited_for_as_long_as_for_a_join(tmp_path
         other = structs.replace(WANTED, incarnation="another")
         assert (await first.open(other)).given is None
 
-    play(scene, tmp_path, 1, stall_timeout_s=0.1)
 
-
-def test_a_refusal_of_the_coordinator_is_the_error_of_opening(tmp_path: Path) -> None:
-    async def scene(coordinator: Listened, first: Node) -> None:
+async def test_a_refusal_of_the_coordinator_is_the_error_of_opening(tmp_path: Path) -> None:
+    async with sharing(tmp_path, 1) as (coordinator, first):
         coordinator.refusal = AccessDenied("its token does not allow s3://b/", call="ShareManifest")
         with pytest.raises(AccessDenied, match="does not allow"):
             await first.open()
         assert first.made == []
 
-    play(scene, tmp_path, 1)
+
+NOT_SHARED = {
+    "a folder of this host": ("/data/train/",),
+    "partly": ("s3://b/", "file:///data/"),
+    "saved already": ("s3://b/all.manifest",),
+    "signed": ("https://h/a.parquet?X-Amz-Signature=secret",),
+}
 
 
-@pytest.mark.parametrize(
-    "urls",
-    [
-        ("/data/train/",),
-        ("s3://b/", "file:///data/"),
-        ("s3://b/all.manifest",),
-        ("https://h/a.parquet?X-Amz-Signature=secret",),
-    ],
-    ids=["a folder of this host", "partly", "saved already", "signed"],
-)
-def test_what_is_not_the_same_for_all_nodes_or_cheap_to_read_is_not_asked_for(
-    urls: tuple[str, ...], tmp_path: Path
+async def test_what_is_not_the_same_for_all_nodes_or_cheap_to_read_is_not_asked_for(
+    tmp_path: Path,
 ) -> None:
-    async def scene(coordinator: Listened, first: Node) -> None:
-        assert (await first.open(structs.replace(WANTED, source=DatasetSource(urls)))).given is None
-        assert coordinator.said == []
+    async with sharing(tmp_path, 1) as (coordinator, first):
+        for why, urls in NOT_SHARED.items():
+            wanted = structs.replace(WANTED, source=DatasetSource(urls))
+            assert (await first.open(wanted)).given is None, why
+            assert coordinator.said == [], why
 
-    play(scene, tmp_path, 1)
 
-
-def test_an_embedded_node_asks_nobody(tmp_path: Path) -> None:
-    async def scene(coordinator: Listened, first: Node) -> None:
+async def test_an_embedded_node_asks_nobody(tmp_path: Path) -> None:
+    async with sharing(tmp_path, 1, embedded=True) as (coordinator, first):
         await first.open()
         assert coordinator.said == []
-
-    play(scene, tmp_path, 1, embedded=True)
 
 
 def test_all_that_a_manifest_depends_on_is_in_its_name() -> None:

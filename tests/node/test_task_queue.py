@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pool_bench import ROOM, Bench, arrow_shards, instead_of_workers, on_bench
+from pool_bench import ROOM, arrow_shards, bench_on, instead_of_workers
 
 from dataplane.model.records import Region
 from dataplane.node.pool_worker import AHEAD, LIVE_S, LONG_S, SPREAD_S, PoolTask, TaskQueue
@@ -295,7 +295,7 @@ def test_a_job_is_always_running_while_others_wait(workers: int) -> None:
         pool.done(pool.tasks[0], 9.0)
 
 
-def test_a_block_is_decoded_while_decodings_of_another_dataset_do_not_end(
+async def test_a_block_is_decoded_while_decodings_of_another_dataset_do_not_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = tmp_path / "held"
@@ -314,7 +314,7 @@ def test_a_block_is_decoded_while_decodings_of_another_dataset_do_not_end(
     url = arrow_shards(tmp_path, 4)
     instead_of_workers(monkeypatch, tmp_path, tmp_path / "mark", code)
 
-    async def scene(bench: Bench) -> None:
+    async with bench_on(url, workers=2) as bench:
         other = bench.another(8)
         assert isinstance(await other.decode(3, ROOM), tasks.Decoded)
         with held.open() as file:
@@ -327,8 +327,6 @@ def test_a_block_is_decoded_while_decodings_of_another_dataset_do_not_end(
             assert not bench.reports
         for result in slow:
             assert isinstance(await result, tasks.Decoded)
-
-    on_bench(url, scene, workers=2)
 
 
 def slab_task(row_count: int = 0) -> PoolTask:

@@ -206,15 +206,12 @@ def times_scheduled(thread: int) -> int:
     return int(Path(f"/proc/self/task/{thread}/schedstat").read_text("ascii").split()[2])
 
 
-def test_a_loop_is_restored_when_it_is_no_longer_watched() -> None:
-    async def play() -> None:
-        selector = asyncio.get_running_loop()._selector  # type: ignore[attr-defined]
-        before = selector.select
-        dog = Watchdog(Trace("test"))
-        dog.start()
-        assert selector.select != before
-        dog.close()
-        dog.close()
-        assert selector.select == before
-
-    asyncio.run(play())
+async def test_a_loop_is_restored_when_it_is_no_longer_watched() -> None:
+    selector = asyncio.get_running_loop()._selector  # type: ignore[attr-defined]
+    before = selector.select
+    dog = Watchdog(Trace("test"))
+    dog.start()
+    assert selector.select != before
+    dog.close()
+    dog.close()
+    assert selector.select == before

@@ -223,35 +223,29 @@ def test_a_table_is_planned_beside_the_event_loop(tmp_path: Path) -> None:
     assert calls(opened(4 * FEW)) < calls(opened(FEW)) + FEW
 
 
-def test_a_table_is_planned_once_for_equal_jobs(tmp_path: Path) -> None:
+async def test_a_table_is_planned_once_for_equal_jobs(tmp_path: Path) -> None:
     manifest = manifest_of(tmp_path, FEW)
     spec = JobSpec(manifest.fingerprint, shuffle=True)
 
-    async def scene() -> None:
-        datasets = Datasets(default_node_config())
-        first, second = await asyncio.gather(*(datasets.open(manifest, spec, {}) for _ in range(2)))
-        assert first is second is await datasets.open(manifest, spec, {})
-        other = JobSpec(manifest.fingerprint, shuffle=True, seed=1)
-        assert await datasets.open(manifest, other, {}) is first  # they share blocks
-        datasets.forget(first)
-        assert not len(datasets)
-
-    asyncio.run(scene())
+    datasets = Datasets(default_node_config())
+    first, second = await asyncio.gather(*(datasets.open(manifest, spec, {}) for _ in range(2)))
+    assert first is second is await datasets.open(manifest, spec, {})
+    other = JobSpec(manifest.fingerprint, shuffle=True, seed=1)
+    assert await datasets.open(manifest, other, {}) is first  # they share blocks
+    datasets.forget(first)
+    assert not len(datasets)
 
 
-def test_a_table_whose_planning_failed_is_planned_again(tmp_path: Path) -> None:
+async def test_a_table_whose_planning_failed_is_planned_again(tmp_path: Path) -> None:
     manifest = manifest_of(tmp_path, FEW)
     wrong = JobSpec(manifest.fingerprint, column_options=ColumnOptions(("no such",)))
 
-    async def scene() -> None:
-        datasets = Datasets(default_node_config())
-        for _ in range(2):
-            with pytest.raises(ConfigError, match="no such"):
-                await datasets.open(manifest, wrong, {})
-        assert not len(datasets)
-        assert await datasets.open(manifest, JobSpec(manifest.fingerprint), {})
-
-    asyncio.run(scene())
+    datasets = Datasets(default_node_config())
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="no such"):
+            await datasets.open(manifest, wrong, {})
+    assert not len(datasets)
+    assert await datasets.open(manifest, JobSpec(manifest.fingerprint), {})
 
 
 def test_a_table_with_more_columns_than_fit_a_packet_is_read(tmp_path: Path) -> None:
