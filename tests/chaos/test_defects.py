@@ -100,29 +100,6 @@ sys.exit(int(sys.stdin.readline()))
 """
 
 
-@pytest.fixture
-def started(tmp_path):
-    script, errors = tmp_path / "script.py", tmp_path / "errors"
-    script.write_text(SCRIPT)
-    with errors.open("ab") as stderr:
-        process = fleet.WARM[0].run([str(script), "first"], {"OWN": "value"}, stderr.fileno())
-    yield process, errors
-    process.kill()
-    process.wait(60)
-    process.stdin.close()
-    process.stdout.close()
-
-
-def test_it_has_the_arguments_streams_and_environment_it_is_given_and_its_own_status(started):
-    process, errors = started
-    assert process.stdout.readline() == "first value False\n"
-    assert process.poll() is None
-    process.stdin.write("7\n")
-    process.stdin.flush()
-    assert process.wait(60) == process.poll() == 7
-    assert errors.read_text() == "a word\n"
-
-
 def test_what_a_test_forgets_is_found_and_killed(tmp_path):
     before = hygiene.take()
     script = tmp_path / "script.py"
@@ -134,12 +111,6 @@ def test_what_a_test_forgets_is_found_and_killed(tmp_path):
     process.stdin.close()
     process.stdout.close()
     process._told.close()
-
-
-def test_a_signal_is_its_status(started):
-    process, _ = started
-    process.kill()
-    assert process.wait(60) == -signal.SIGKILL
 
 
 def test_an_executable_does_what_pythons_does_and_its_process_ends_with_it(tmp_path):

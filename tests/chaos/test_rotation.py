@@ -1,7 +1,7 @@
 """Certificates, their CA and the token of a service are replaced in the middle of an epoch.
 
-Twice each: with a coordinator and a node in this process, whose files are looked at when the test
-says so, and, slow, with processes that look at them every second.
+The files of a coordinator and a node in this process are looked at when the test says so; those of
+processes, in the slow test, every second.
 """
 
 from __future__ import annotations
@@ -243,42 +243,3 @@ def test_no_trainer_notices_that_trust_is_replaced(
             assert OLD not in text
             assert NEW not in text
     assert os.environ["DATAPLANE_TOKEN"] not in (tmp_path / "run" / "stderr.log").read_text()
-
-
-@pytest.mark.slow
-def test_a_node_whose_token_is_wrong_for_a_while_keeps_its_trainer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    alone_and_small(monkeypatch, tmp_path)
-    pq.write_table(pa.table({"id": range(COUNT)}), tmp_path / "a.parquet", row_group_size=20)
-    given = tmp_path / "token"
-
-    def tokens(text: str) -> None:
-        given.with_suffix(".new").write_text(text)
-        given.with_suffix(".new").replace(given)
-
-    tokens(OLD)
-    head = {"DATAPLANE_TOKEN": OLD, "DATAPLANE_LEASE_S": "2"}
-    with (
-        Service("--coordinator", "--listen", "127.0.0.1:0", environ=head) as coordinator,
-        Service(
-            *("--node", "--join", coordinator.address, "--token-file", str(given)),
-            log=tmp_path / "log",
-        ) as node,
-        Run(
-            tmp_path / "run",
-            str(tmp_path / "a.parquet"),
-            1,
-            {"batch_size": 10, "service": coordinator.address},
-        ) as run,
-    ):
-        run.go(3)
-        tokens(NEW)
-        assert node.log is not None
-        # Longer than the lease: to the coordinator, the rank has left.
-        node.log.wait_for("the token is not the coordinator's", 5)
-        run.go(3)
-        tokens(OLD)
-        node.log.wait_for("rejoin")
-        run.finish()
-        assert run.stream() == [[i] for i in range(COUNT)]

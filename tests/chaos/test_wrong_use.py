@@ -8,21 +8,16 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import fleet
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from dataplane_torch import DataLoader
-from fleet import DATAPLANE, Service
 
 from dataplane.model.errors import (
-    BudgetTooSmall,
     ConfigError,
     CorruptShard,
     DataplaneError,
@@ -43,15 +38,11 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
+    """A shard of 50 integers."""
     found = tmp_path / "shards"
     found.mkdir()
-    write(found / "0.parquet", range(50))
+    pq.write_table(pa.table({"id": range(50), "x": range(50)}), found / "0.parquet")
     return found
-
-
-def write(path: Path, ids: Sequence[object], kind: pa.DataType | None = None) -> None:
-    column = pa.array(list(ids), kind or pa.int64())
-    pq.write_table(pa.table({"id": column, "x": column}), path, row_group_size=10)
 
 
 def wrong(url: str, **options: object) -> DataplaneError:
@@ -64,59 +55,32 @@ def wrong(url: str, **options: object) -> DataplaneError:
     return caught.value
 
 
-def test_a_missing_folder_is_reported(tmp_path):
-    error = wrong(str(tmp_path / "nowhere"))
-    assert type(error) is ShardNotFound
-    assert "nowhere" in str(error)
-
-
-def test_a_pattern_that_matches_nothing_names_what_is_near(folder):
-    error = wrong(f"{folder}/*.parqet")
-    assert type(error) is ShardNotFound
-    assert ".parquet" in str(error)
-
-
-def test_an_empty_shard(folder):
-    (folder / "1.parquet").touch()
-    error = wrong(str(folder))
-    assert type(error) is CorruptShard
-    assert "1.parquet" in str(error)
-
-
-def test_shards_of_two_schemas(folder):
-    write(folder / "1.parquet", [f"{at}" for at in range(5)], pa.string())
-    error = wrong(str(folder))
-    assert type(error) is SchemaMismatch
-    assert "1.parquet" in str(error)
-    assert error.expected
-    assert error.found
-
-
-def test_an_unknown_column_is_refused_and_known_ones_are_listed(folder):
-    error = wrong(str(folder), columns=["id", "y"])
-    assert type(error) is ConfigError
-    assert "'y'" in str(error)
-    assert "id, x" in str(error)
-
-
-def test_a_batch_larger_than_the_dataset_is_refused_with_drop_last(folder):
-    error = wrong(str(folder), batch_size=51, drop_last=True)
-    assert type(error) is ConfigError
-    assert "51" in str(error)
-    assert "50" in str(error)
-    with DataLoader(str(folder), batch_size=51) as loader:
-        assert [len(batch["id"]) for batch in loader] == [50]
-
-
-def test_a_budget_too_small_for_one_block_is_refused_with_what_to_set(tmp_path, monkeypatch):
-    rows = np.zeros((1000, 2048), np.int32)
-    column = pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)), 2048)
-    pq.write_table(pa.table({"x": column}), tmp_path / "big.parquet")
-    monkeypatch.setenv("DATAPLANE_BLOCK_ARENA_BYTES", "4MiB")
-    error = wrong(str(tmp_path / "big.parquet"))
-    assert type(error) is BudgetTooSmall
-    assert "block_arena_bytes" in str(error)
-    assert "big.parquet" in str(error)
+@pytest.mark.parametrize(
+    ("second", "under", "options", "kind", "words"),
+    [
+        (None, "nowhere", {}, ShardNotFound, ["nowhere"]),
+        (None, "*.parqet", {}, ShardNotFound, [".parquet"]),
+        (b"", "", {}, CorruptShard, ["1.parquet"]),
+        (
+            pa.table({"id": ["0"], "x": [0]}),
+            "",
+            {},
+            SchemaMismatch,
+            ["1.parquet", "int64", "string"],
+        ),
+        (None, "", {"columns": ["id", "y"]}, ConfigError, ["'y'", "id, x"]),
+        (None, "", {"batch_size": 51, "drop_last": True}, ConfigError, ["51", "50"]),
+    ],
+    ids=["no folder", "no match", "empty shard", "two schemas", "no column", "large batch"],
+)
+def test_a_dataset_that_cannot_be_read_as_asked(folder, second, under, options, kind, words):
+    if isinstance(second, pa.Table):
+        pq.write_table(second, folder / "1.parquet")
+    elif second is not None:
+        (folder / "1.parquet").write_bytes(second)
+    error = wrong(f"{folder}/{under}", **options)
+    assert type(error) is kind
+    assert [word for word in words if word not in str(error)] == []
 
 
 def test_a_setting_with_an_invalid_value_is_named(folder, monkeypatch):
@@ -179,18 +143,3 @@ with DataLoader(sys.argv[2], batch_size=4, shuffle=True, seed=rank,
     assert refused[:2] == [SpecMismatch.__name__, "seed"]
     assert "0" in refused[2]
     assert "1" in refused[2]
-
-
-def test_a_port_that_is_taken():
-    with Service("--coordinator", "--listen", "127.0.0.1:0") as first:
-        port = first.address.rpartition(":")[2]
-        second = subprocess.run(
-            [*DATAPLANE, "serve", "--coordinator", "--listen", f"127.0.0.1:{port}"],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-            env={**os.environ, "DATAPLANE_STATE_DIR": os.environ["DATAPLANE_STATE_DIR"] + "-2"},
-        )
-        assert second.returncode == 2
-        assert port in second.stderr
