@@ -5,13 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 import threading
-import time
 from typing import Any
 
-import psutil
 import pytest
 from awry import Awry, Mood
 from fetching import ARENA_BYTES, BODY, LENGTH, PARTS, TIMEOUT_S, URL, awry, etag, node
@@ -186,23 +182,6 @@ async def test_reads_that_wait_for_a_thread_get_another_fetcher_up_to_the_bound(
             read.cancel()
 
 
-@pytest.mark.slow  # another interpreter; test_forking.py has a fetcher whose socket closes
-def test_fetchers_end_with_their_node_also_in_the_middle_of_reads(awry: Awry, etag: str) -> None:
-    awry.be(then=Mood.HANG)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, __file__, etag]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stdout is not None
-        fetcher = psutil.Process(int(process.stdout.readline()))
-        deadline = time.monotonic() + TIMEOUT_S
-        while not awry.seen:
-            assert time.monotonic() < deadline
-            os.sched_yield()
-        process.kill()
-    psutil.wait_procs([fetcher], TIMEOUT_S)
-    assert not fetcher.is_running()
-
-
 async def test_a_pause_that_one_process_was_asked_for_is_kept_by_all(awry: Awry, etag: str) -> None:
 
     async with node(budget_s=0.2) as at:
@@ -286,16 +265,3 @@ def test_whatever_a_store_raises_is_reported(failure: BaseException) -> None:
     assert body.number == 7
     assert type(body.error) is StoreError
     assert f"{type(failure).__name__}: {failure}" in str(body.error)
-
-
-async def _read_for_ever(etag: str) -> None:
-    async with node() as at:
-        read = asyncio.ensure_future(at.read(etag))
-        await at.until(lambda: at.fetchers.pids)
-        sys.stdout.write(f"{at.fetchers.pids[0]}\n")
-        sys.stdout.flush()
-        await read
-
-
-if __name__ == "__main__":
-    asyncio.run(_read_for_ever(sys.argv[1]))

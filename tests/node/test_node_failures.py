@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import http.server
 import os
-import re
 import signal
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +11,7 @@ import numpy as np
 import psutil
 import pyarrow as pa
 import pytest
+from awry import Mood, awry_server
 from fleet import kill_workers
 from raw_trainer import ROWS, Batches, Node, Trainer, expected, rows_of
 
@@ -120,61 +117,19 @@ def test_a_mapped_file_that_ends_before_its_size_kills_no_node(tmp_path: Path) -
         assert len(rows_of(trainer.batches("k"))) == 10
 
 
-class _Silent(http.server.SimpleHTTPRequestHandler):
-    """A store over the files of a folder, which falls silent when a test says so."""
-
-    protocol_version = "HTTP/1.1"
-    is_silent = threading.Event()
-    may_end = threading.Event()
-
-    def do_GET(self) -> None:
-        if self.is_silent.is_set():
-            self.may_end.wait(60)
-            self.close_connection = True
-            return
-        body = Path(self.translate_path(self.path)).read_bytes()
-        found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        first, last = (int(found[1]), int(found[2])) if found else (0, len(body) - 1)
-        self.send_response(206 if found else 200)
-        if found:
-            self.send_header("Content-Range", f"bytes {first}-{last}/{len(body)}")
-        self.send_header("Content-Length", str(last + 1 - first))
-        self.send_header("ETag", '"1"')
-        self.end_headers()
-        self.wfile.write(body[first : last + 1])
-
-    def do_HEAD(self) -> None:
-        body = Path(self.translate_path(self.path)).read_bytes()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Accept-Ranges", "bytes")
-        self.send_header("ETag", '"1"')
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        """Say nothing."""
-
-
 def test_a_store_that_falls_silent_is_a_stall_that_names_the_shard(
     tmp_path: Path, parquet: str
 ) -> None:
-    serve = functools.partial(_Silent, directory=str(tmp_path))
-    _Silent.is_silent.clear()
-    _Silent.may_end.clear()
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), serve) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            with Node(tmp_path, stall_timeout_s=4) as node, Trainer(node) as trainer:
-                url = f"http://127.0.0.1:{server.server_port}/0.parquet"
-                trainer.open(url)
-                _Silent.is_silent.set()
-                with pytest.raises((DataStallError, StoreError), match=r"0\.parquet"):
-                    trainer.batches()
-        finally:
-            _Silent.may_end.set()
-            server.shutdown()
-            thread.join()
+    body = (tmp_path / "0.parquet").read_bytes()
+    with (
+        awry_server({"bucket/0.parquet": body}) as server,
+        Node(tmp_path, stall_timeout_s=4, **server.environment()) as node,
+        Trainer(node) as trainer,
+    ):
+        trainer.open("s3://bucket/0.parquet")
+        server.be(then=Mood.HANG)
+        with pytest.raises((DataStallError, StoreError), match=r"0\.parquet"):
+            trainer.batches()
 
 
 # -- What a rank hears that waits for a batch, or has waited too long

@@ -150,25 +150,35 @@ def test_each_worker_decodes_few_shards() -> None:
     assert sum(map(len, seen.values())) < 280, "taken as they come it is nearly 400"
 
 
-def test_a_single_dataset_may_use_all_workers_however_long_its_jobs_take() -> None:
-    workers = Workers(3)
-    workers.knows(WIDE, 2 * LONG_S)
-    for _ in range(4):
-        workers.queued(WIDE)
-    assert workers.begun() == [WIDE] * 3
+LONG, SHORT = 2 * LONG_S, LONG_S / 2
 
 
-def test_long_jobs_leave_a_worker_to_a_dataset_that_has_short_ones() -> None:
-    workers = Workers(3)
-    workers.knows(NARROW, LONG_S / 2)
-    workers.knows(WIDE, 2 * LONG_S)
-    workers.knows(OTHER_WIDE, 2 * LONG_S)
-    for _ in range(2):
-        workers.queued(WIDE)
-        workers.queued(OTHER_WIDE)
-    assert workers.begun() == [WIDE, OTHER_WIDE]
-    workers.queued(NARROW)
-    assert workers.begun() == [NARROW]
+@pytest.mark.parametrize(
+    ("count", "known", "turns"),
+    [
+        (3, {WIDE: LONG}, [([WIDE] * 4, [WIDE] * 3)]),
+        (2, {NARROW: SHORT, WIDE: SHORT}, [([WIDE] * 2, [WIDE] * 2)]),
+        (2, {WIDE: LONG, OTHER_WIDE: LONG}, [([WIDE] * 2, [WIDE]), ([OTHER_WIDE], [OTHER_WIDE])]),
+        (3, {NARROW: SHORT, WIDE: LONG}, [([WIDE] * 3, [WIDE] * 2), ([OTHER_WIDE], [OTHER_WIDE])]),
+        (
+            3,
+            {NARROW: SHORT, WIDE: LONG, OTHER_WIDE: LONG},
+            [([WIDE, OTHER_WIDE] * 2, [WIDE, OTHER_WIDE]), ([NARROW], [NARROW])],
+        ),
+    ],
+    ids=["one dataset", "short jobs", "long jobs", "a new dataset", "long and short jobs"],
+)
+def test_datasets_share_workers_by_the_length_of_their_jobs(
+    count: int, known: dict[int, float], turns: list[tuple[list[int], list[int]]]
+) -> None:
+    """Long jobs leave a worker to a dataset with short ones, or to one that is new."""
+    workers = Workers(count)
+    for dataset_id, took_s in known.items():
+        workers.knows(dataset_id, took_s)
+    for queued, begun in turns:
+        for dataset_id in queued:
+            workers.queued(dataset_id)
+        assert workers.begun() == begun
 
 
 def test_long_slabs_of_one_job_leave_a_worker_to_the_slabs_of_another_over_the_same_dataset() -> (
@@ -215,37 +225,6 @@ def test_a_dataset_whose_jobs_become_long_is_known_by_those_under_way() -> None:
     workers.now += LONG_S
     workers.queued(WIDE)
     assert workers.begun() == []
-
-
-def test_short_jobs_of_several_datasets_share_all_workers() -> None:
-    workers = Workers(2)
-    workers.knows(NARROW, LONG_S / 2)
-    workers.knows(WIDE, LONG_S / 2)
-    for _ in range(2):
-        workers.queued(WIDE)
-    assert workers.begun() == [WIDE] * 2
-
-
-def test_datasets_with_long_jobs_share_all_workers_among_themselves() -> None:
-    workers = Workers(2)
-    workers.knows(WIDE, 2 * LONG_S)
-    workers.knows(OTHER_WIDE, 2 * LONG_S)
-    workers.queued(WIDE)
-    workers.queued(WIDE)
-    assert workers.begun() == [WIDE]
-    workers.queued(OTHER_WIDE)
-    assert workers.begun() == [OTHER_WIDE]
-
-
-def test_a_new_dataset_does_not_wait_for_the_long_jobs_of_others() -> None:
-    workers = Workers(3)
-    workers.knows(NARROW, LONG_S / 2)
-    workers.knows(WIDE, 2 * LONG_S)
-    for _ in range(3):
-        workers.queued(WIDE)
-    assert workers.begun() == [WIDE, WIDE]
-    workers.queued(OTHER_WIDE)
-    assert workers.begun() == [OTHER_WIDE]
 
 
 def test_a_worker_is_kept_free_only_for_datasets_that_were_at_work_lately() -> None:
