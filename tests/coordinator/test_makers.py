@@ -84,27 +84,10 @@ def test_1_the_first_join_of_a_node_without_workers_names_makers_after_its_nodes
     assert (answer.jobs, answer.left) == ((), ())
 
 
-def test_1_nodes_that_cannot_make_are_no_makers(machine):
-    machine.ask(node("c1", worker_count=8))
-    machine.ask(node("c2", data_address=at(2), worker_count=0))
-    machine.ask(node("c3", data_address="127.0.0.1:7078", worker_count=8))
-    assert makers(start(machine)) == []
-    for request in (node("c1"), node("c2", data_address=at(2), worker_count=0)):
-        assert machine.ask(beat_of(request)).jobs == ()
-    # Nobody on another host would reach it, so it is not told either.
-    assert machine.ask(beat_of(node("c3", data_address="127.0.0.1:7078"))).jobs == ()
-
-
 def test_1_a_node_for_some_urls_is_no_maker(machine):
     start(machine, 1)
     machine.ask(structs.replace(maker(2), only_under=("s3://b",)))
     assert makers(machine.ask(short_beat()).jobs[0]) == ["c1"]
-
-
-def test_1_on_one_host_makers_have_loopback_addresses(machine):
-    machine.ask(node("c1", data_address="127.0.0.1:7078"))
-    machine.ask(node("n0", data_address="127.0.0.1:7079", worker_count=0))
-    assert makers(machine.ask(join(0, 2)).nodes) == ["c1"]
 
 
 def test_1_a_maker_that_gets_a_trainer_makes_for_no_other_job(machine):
@@ -132,15 +115,6 @@ def test_1_a_maker_that_gets_a_trainer_makes_for_no_other_job(machine):
     assert machine.ask(beat_of(maker(1))).jobs[0] == before
 
 
-def test_1_a_node_whose_trainers_a_new_launch_has_replaced_is_a_maker(machine):
-    machine.ask(maker(1))
-    machine.ask(join(0, 1, job="k", node_id="c1"))
-    assert makers(start(machine)) == []
-    machine.ask(able(9, workers=4))
-    machine.ask(join(0, 1, job="k", node_id="n9", incarnation="i2"))
-    assert makers(machine.ask(short_beat()).jobs[0]) == ["c1"]
-
-
 def test_1_a_maker_with_another_address_or_other_workers_is_named_anew(machine):
     version = start(machine, 1).version
     for changed in (maker(1, 16), structs.replace(maker(1, 16), data_address=at(7))):
@@ -150,13 +124,6 @@ def test_1_a_maker_with_another_address_or_other_workers_is_named_anew(machine):
         (named,) = (one for one in told.nodes if one.worker_count)
         assert (named.address, named.worker_count) == (changed.data_address, 16)
         machine.ask(beat_of(maker(1), version))
-
-
-def test_1_a_maker_of_the_same_job_that_gets_its_trainer_is_a_neighbour(machine):
-    start(machine, 1)
-    nodes = machine.ask(join(1, 2, node_id="c1")).nodes
-    assert nodes.nodes == (NeighbourNode("c1", at(1), 100), NeighbourNode("n0", at(100), 0))
-    assert makers(machine.ask(short_beat()).jobs[0]) == []
 
 
 def test_1_a_maker_that_falls_silent_is_named_for_a_lease(machine):
@@ -218,13 +185,6 @@ def test_2_other_jobs_do_not_change(machine):
     assert machine.ask(report).jobs[0] is before
     (told,) = machine.ask(beat_of(maker(1))).jobs
     assert told.job_id == "j"
-
-
-def test_2_a_job_whose_members_are_gone_has_no_makers(machine):
-    start(machine, 1)
-    machine.ask(leave("m0-i1"))
-    assert machine.job().nodes == ()
-    assert machine.ask(beat_of(maker(1))).jobs == ()
 
 
 def test_3_many_makers_that_start_together_change_the_nodes_of_a_job_once_a_second(machine):
@@ -295,15 +255,6 @@ def test_n2_after_a_restart_makers_are_told_again_once_all_had_time_for_a_heartb
     assert machine.ask(short_beat(before.version)).jobs == ()
     assert machine.ask(short_beat()).jobs == (before,)
     assert machine.ask(beat_of(maker(2))).jobs == (before,)
-
-
-def test_n2_a_job_that_begins_after_a_restart_gets_its_makers_at_once(machine):
-    start(machine, 1)
-    machine.restart()
-    machine.ask(maker(1))
-    machine.ask(short())
-    assert makers(machine.ask(join(0, 2, incarnation="i2")).nodes) == ["c1"]
-    assert makers(machine.ask(join(0, 2, job="k")).nodes) == ["c1"]
 
 
 def test_n3_a_maker_of_a_job_that_the_coordinator_has_lost_is_told_after_a_lease(machine):

@@ -76,25 +76,17 @@ def test_each_job_of_a_group_gets_its_own_copy_of_a_slab_that_one_of_them_made(
 ) -> None:
     expected = alone(tmp_path, url)
     with Node(tmp_path, slab_bytes="1KiB") as node, contextlib.ExitStack() as stack:
-        first, *others = [stack.enter_context(Trainer(node)) for _ in range(4)]
+        first, *others, another = [stack.enter_context(Trainer(node)) for _ in range(5)]
         for number, trainer in enumerate((first, *others)):
             opened(trainer, url, member=f"{number}")
+        opened(another, url, job="of another name")
         behind = others[0].call(messages.OpenStream("j", 0, 0)).stream_id
         assert overwriting(first) == expected
         spoil(url)
         assert [overwriting(trainer) for trainer in others] == [expected] * 3
+        assert another.batches("of another name") == expected
         assert others[1].batches(cursor=24) == expected[6:]
         others[0].tell(messages.CloseStream(behind))
-
-
-def test_jobs_of_other_names_share_with_them(tmp_path: Path, url: str) -> None:
-    expected = alone(tmp_path, url)
-    with Node(tmp_path) as node, Trainer(node) as one, Trainer(node) as two:
-        opened(one, url, job="a"), opened(two, url, job="b")
-        assert one.batches("a") == expected
-        spoil(url)
-        one.close()
-        assert two.batches("b") == expected
 
 
 def test_if_memory_is_short_the_blocks_that_a_lagging_job_needs_first_are_kept(
