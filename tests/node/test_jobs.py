@@ -380,7 +380,7 @@ async def test_the_scheduler_learns_the_next_order_once_the_first_batch_was_sent
         stream.answer(3, batch)
         while state.next_order is None:  # noqa: ASYNC110
             await asyncio.sleep(0)
-        assert state.next_order is await streams._order(member, 4)
+        assert state.next_order is await streams._order(member, stream.walk.stream, 4)
         streams.close_all(member)
 
 

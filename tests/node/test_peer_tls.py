@@ -55,7 +55,7 @@ def test_blocks_and_slabs_arrive_byte_for_byte_also_while_certificates_are_repla
         maker.answer = maker.give_slab
         slabs = [at.slab(maker.maker(), slot=slot) for slot in range(SLOTS)]
         for slot, end in enumerate(await asyncio.gather(*slabs)):
-            assert (end.error, end.length, end.note) == (None, SLOT_BYTES, maker.note)
+            assert (end.error, end.neighbour_bytes, end.note) == (None, SLOT_BYTES, maker.note)
             assert at.slot_bytes(slot) == bytes(maker.made.buffer)
 
     async def play() -> None:

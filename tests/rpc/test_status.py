@@ -131,11 +131,13 @@ async def test_a_server_without_places_hangs_up_and_the_error_says_that_too(is_r
     """The connection is reset if the client was faster, and has sent something."""
 
     async def hang_up(reader, writer):
-        await reader.read(1 << 16)
-        if is_reset:
-            now = struct.pack("ii", 1, 0)
-            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, now)
-        writer.close()
+        try:
+            await reader.read(1 << 16)
+            if is_reset:
+                now = struct.pack("ii", 1, 0)
+                writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, now)
+        finally:
+            writer.close()
 
     server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
     async with server:
