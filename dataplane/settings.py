@@ -183,8 +183,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "service",
         ADDRESS_OR_NONE,
-        "the coordinator's address that trainers use; set it for a node, too, if this address "
-        "differs from the node's `join` or, on the coordinator's host, from `listen`",
+        "the coordinator's address that trainers use; a node needs this setting, too, if trainers "
+        "use another address than its `join` (or its `listen`, if `join` is not set)",
         fixed(""),
     ),
     Setting(
@@ -276,7 +276,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "lease_s",
         units.SECONDS,
-        "how long a rank may send no sign of life; then it counts as lost",
+        "a rank counts as lost after this time without a sign of life",
         fixed(30.0),
     ),
     Setting(

@@ -279,7 +279,7 @@ def _weight(text: str) -> tuple[str, float]:
     "places",
     multiple=True,
     metavar="URL",
-    help="Present URL or manifest of the job's dataset; for a source of a mixture NAME=URL.",
+    help="Where the job's dataset is now: a URL or manifest; NAME=URL for a source of a mixture.",
 )
 @click.option(
     "--dataset-moved",

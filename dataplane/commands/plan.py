@@ -61,7 +61,7 @@ POSITIVE = click.IntRange(min=1)
     type=POSITIVE,
     default=8,
     show_default=True,
-    help="Ranks on each host, also in the table for 1 to 1,024 hosts; --dp-size may be fewer.",
+    help="Ranks on each host; the table for 1 to 1,024 hosts also uses this number.",
 )
 @click.option(
     "--global-batch", type=POSITIVE, help="Samples of a step, over all ranks; needed for URLs."

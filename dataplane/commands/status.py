@@ -86,8 +86,8 @@ def status(
 ) -> None:
     """Show jobs, ranks and nodes, the origin of blocks, and stores that do not answer.
 
-    ADDRESS is the coordinator's address, by default the setting `join` or, if not set, `listen`
-    (the coordinator on this machine).
+    ADDRESS is the coordinator's address. By default, the command uses the setting `join`, or if
+    `join` is not set, `listen` (the coordinator on this machine).
 
     For more than 16 ranks or 8 nodes, the command shows sums, medians, and the ranks and nodes that
     waited longest. --all and --json show every rank and node. --watch also waits while a

@@ -250,13 +250,13 @@ def traced_options(command: Callable[..., Any]) -> Callable[..., Any]:
     options = (
         click.argument("target", nargs=-1, required=True, metavar="URL...|LEDGER|JOB"),
         click.option("--data", "data", multiple=True, metavar="URL",
-                     help="Present URL or manifest of the dataset of a ledger or job; NAME=URL for "
-                     "a source of a mixture."),
+                     help="Where the dataset of a ledger or job is now: a URL or manifest; "
+                     "NAME=URL for a source of a mixture."),
         click.option("--dataset-moved", is_flag=True,
                      help="Accept a dataset whose ETags differ from those of the job."),
         click.option("--dp-size", type=POSITIVE, help="Data-parallel ranks. Default: the job's."),
         click.option("--cursor", type=COUNT, default=0,
-                     help="First position of step 0, for a run that was resumed within a step."),
+                     help="Position at which step 0 begins, if the run resumed within a step."),
         click.option("--global-batch", type=POSITIVE, help="With URL: samples of a step."),
         click.option("--seed", type=COUNT, help="With URL; default: 0."),
         click.option("--shuffle/--no-shuffle", default=None, help="With URL; default: shuffled."),

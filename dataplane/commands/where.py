@@ -33,7 +33,7 @@ EPOCHS_MAX = 1000
 @click.option(
     "--epochs",
     metavar="FIRST:STOP",
-    help="Default: all epochs up to the next one of the job; 0:1 for URLs.",
+    help="Default: the job's past and present epochs and the next one; 0:1 for URLs.",
 )
 @traced_options
 @interruptible

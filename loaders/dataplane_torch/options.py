@@ -66,7 +66,8 @@ class ImageArguments(TypedDict, total=False):
     """
     decode: str | None
     """With `"exact"`, JPEGs are decoded at full size. With `"fast"`, images of at least twice the
-    output size are decoded at a reduced size. By default, only random crops are.
+    output size are decoded at a reduced size. By default, only
+    RandomResizedCrop reduces the size in this way.
     """
     bad_images: str
     """The reaction to an image that cannot be decoded: `"raise"` ends the run with an ImageError,
