@@ -10,10 +10,9 @@ import numbers
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, NamedTuple, ParamSpec
-
-from msgspec import Struct
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from dataplane.base.units import meant, whole
 from dataplane.model.config import check_source_count
@@ -43,7 +42,51 @@ _UNITS_IN_WORDS = {"tokens": MixUnit.TOKENS, "samples": MixUnit.SAMPLES, "batche
 _NEXT_OPTION = re.compile(f",(?=(?:{'|'.join(_ON_COMMAND_LINES)})=)")
 
 
-class Source(Struct, frozen=True):
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_OF_LOADER = dict.fromkeys(("seed", "shuffle", "batch_size"), "pass it to DataLoader")
+_MEANT = {
+    **dict.fromkeys(
+        ("iterate_over_all", "stopping_strategy", "stop_strategy", "stop_on_empty_dataset"),
+        'use exhausted="stop", "renormalise" or "cycle"',
+    ),
+    **dict.fromkeys(
+        ("weights", "probabilities", "proportions", "datasets", "streams"),
+        "give Mixture({name: Source(url, weight=…), …})",
+    ),
+    **_OF_LOADER,
+}
+
+
+def _own_arguments(
+    init: Callable[_P, None], ways: Mapping[str, str] = _MEANT
+) -> Callable[_P, None]:
+    """Wrap an `__init__` to refuse other arguments with a TypeError that says what to use."""
+    known = [*inspect.signature(init).parameters][1:]
+
+    @functools.wraps(init)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        for name in kwargs:
+            if name not in known:
+                way = f": {ways[name]}" if name in ways else meant(name, known)
+                raise TypeError(
+                    f"{init.__qualname__.partition('.')[0]}() has no argument {name!r}{way} "
+                    "(docs/mixtures.md; docs/migrate/names.md for the arguments of other loaders)"
+                )
+        init(*args, **kwargs)
+
+    return checked
+
+
+def _checked(kind: type[_T]) -> type[_T]:
+    """Have a class refuse unknown arguments as `_own_arguments` does."""
+    kind.__init__ = _own_arguments(kind.__init__, _OF_LOADER)  # type: ignore[method-assign]
+    return kind
+
+
+@_checked
+@dataclass(frozen=True, slots=True)
+class Source:
     """One dataset of a mixture, with its share.
 
     `weight` is the source's share; only its proportion to other weights counts. Instead, `passes`
@@ -80,38 +123,6 @@ class MixStep(NamedTuple):
 
     epoch: int
     step: int
-
-
-_P = ParamSpec("_P")
-_MEANT = {
-    **dict.fromkeys(
-        ("iterate_over_all", "stopping_strategy", "stop_strategy", "stop_on_empty_dataset"),
-        'use exhausted="stop", "renormalise" or "cycle"',
-    ),
-    **dict.fromkeys(
-        ("weights", "probabilities", "proportions", "datasets", "streams"),
-        "give Mixture({name: Source(url, weight=…), …})",
-    ),
-    **dict.fromkeys(("seed", "shuffle", "batch_size"), "pass it to DataLoader"),
-}
-
-
-def _own_arguments(init: Callable[_P, None]) -> Callable[_P, None]:
-    """Wrap an `__init__` to refuse other arguments with a TypeError that says what to use."""
-    known = [*inspect.signature(init).parameters][1:]
-
-    @functools.wraps(init)
-    def checked(*args: _P.args, **kwargs: _P.kwargs) -> None:
-        for name in kwargs:
-            if name not in known:
-                way = f": {_MEANT[name]}" if name in _MEANT else meant(name, known)
-                raise TypeError(
-                    f"{init.__qualname__.partition('.')[0]}() has no argument {name!r}{way} "
-                    "(docs/mixtures.md; docs/migrate/names.md for the arguments of other loaders)"
-                )
-        init(*args, **kwargs)
-
-    return checked
 
 
 class Mixture:

@@ -67,6 +67,15 @@ def test_an_unknown_argument_of_a_mixture_is_answered_as_one_of_the_loader(name,
         Mixture({"a": Source("s3://bucket/", weight=1)}, **{name: True})
 
 
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("weights", "did you mean 'weight'"), ("shuffle", "pass it to DataLoader")],
+)
+def test_an_unknown_argument_of_a_source_is_answered_as_one_of_the_loader(name, says):
+    with pytest.raises(TypeError, match=rf"Source\(\) has no argument '{name}'.*{says}.*names.md"):
+        Source("s3://bucket/", **{name: 1})
+
+
 def test_a_sample_of_shards_is_refused_with_the_way_to_a_batch(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"id": 1}\n')
     refusal = pytest.raises(ConfigError, match=r"dataset\[0\] does not exist: take a batch, next")
