@@ -265,14 +265,19 @@ def read(rank):
         loader = DataLoader(sys.argv[1], global_batch_size=batch, columns=["i"], **place)
         held = next(iter(loader))["i"]  # until the next loader has its first batch
         assert len(held) == batch / 2
+        if turn == 0:  # a rank that never was in the job does not reopen it
+            print("joined", flush=True)
+            have_joined.wait()
         loader.close()
         seen.append(turn)
 
 
-seen = []
+seen, have_joined = [], threading.Event()
 readers = [threading.Thread(target=read, args=(int(rank),)) for rank in sys.argv[2:]]
 for reader in readers:
     reader.start()
+sys.stdin.readline()
+have_joined.set()
 for reader in readers:
     reader.join()
 sys.exit(len(seen) != 6 * len(readers))
@@ -291,6 +296,11 @@ def test_ranks_reopen_a_job_with_another_batch_while_they_hold_one_of_the_old(
         for of_one in ranks
     ]
     try:
+        for run, of_one in zip(runs, ranks, strict=True):
+            assert [run.stdout.readline() for _ in of_one] == ["joined\n"] * len(of_one)
+        for run in runs:
+            run.stdin.write("\n")
+            run.stdin.flush()
         assert [run.wait(300) for run in runs] == [0] * len(runs)
     finally:
         for run in runs:
