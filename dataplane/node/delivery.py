@@ -286,17 +286,6 @@ class ReplacedRows:
         self._untold: OrderedDict[str, dict[_RowName, ReplacedRow]] = OrderedDict()
         self._of_all_nodes: dict[str, int] = {}
 
-    def note(self, delivery: DeliveryArena, result: object) -> None:
-        """Note the replaced rows of a slab of this delivery. Jobs of other nodes are reported by
-        those nodes.
-        """
-        is_reported = delivery.job_id and not delivery.is_for_nodes
-        if isinstance(result, tasks.Assembled) and is_reported:
-            for row in result.replaced:
-                url, reason = redacted(unsigned(row.url)), row.reason
-                short = replace(row, url=url[:_TEXT_MAX], reason=reason[:_TEXT_MAX])
-                self._note(delivery, short)
-
     def note_left_out(self, delivery: DeliveryArena) -> None:
         """Note the shards that are left out since they cannot be indexed, each as its first row."""
         for dataset in delivery.datasets:
@@ -318,10 +307,18 @@ class ReplacedRows:
         self._of_all_nodes.pop(delivery.job_id, None)
 
     def checked(self, delivery: DeliveryArena, result: tasks.ResultBody) -> tasks.ResultBody:
-        """Note the replaced rows of a slab. Return its result, or the error that ends the job if
-        more rows are replaced than the job allows.
+        """Note the replaced rows of a slab. Return its result without them, or the error that ends
+        the job if more rows are replaced than the job allows. A slab for another node keeps its
+        rows: that node counts them.
         """
-        self.note(delivery, result)
+        if delivery.is_for_nodes:
+            return result
+        if isinstance(result, tasks.Assembled) and result.replaced:
+            for row in result.replaced if delivery.job_id else ():
+                url, reason = redacted(unsigned(row.url)), row.reason
+                short = replace(row, url=url[:_TEXT_MAX], reason=reason[:_TEXT_MAX])
+                self._note(delivery, short)
+            result = replace(result, replaced=())
         return self._excess(delivery) or result
 
     def _excess(self, delivery: DeliveryArena) -> CorruptShard | None:

@@ -467,7 +467,7 @@ def _assembled(
     ends = [max(at, default=0) for column in columns for at in (column.values, column.lengths)]
     if len(columns) != column_count or max(ends, default=0) > length:
         raise ConfigError(f"{len(columns)} columns, up to byte {max(ends, default=0)} of {length}")
-    return tasks.Assembled(count, 0, length, slab.layout)
+    return tasks.Assembled(count, 0, length, slab.layout, replaced=slab.replaced)
 
 
 # -- blocks that cannot be decoded ----------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from msgspec import field
 
-from dataplane.model.changes import TakenOut
+from dataplane.model.changes import ReplacedRow, TakenOut
 from dataplane.model.config import JobSpec
 from dataplane.model.ledger import LedgerEntry, LedgerMark
 from dataplane.model.records import (
@@ -348,6 +348,7 @@ class Slab(Message, frozen=True):
     copy_out: bool = False
     times: StageTimes = StageTimes()
     bytes_used: Unsigned = 0  # only this many bytes of the region, from its start, are used
+    replaced: tuple[ReplacedRow, ...] = ()  # of a slab for another node, which counts them
 
 
 class EndOfStream(Message, frozen=True):

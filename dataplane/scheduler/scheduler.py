@@ -496,5 +496,6 @@ class Scheduler:
             copy_out=task.oversize or task.delivery.is_held_up,
             times=stage_times(task.stamps.stages(now), accounts, self._workers.count, now),
             bytes_used=task.assembled.bytes_used,
+            replaced=task.assembled.replaced,
         )
         self._do(events.Send(stream.stream_id, request_id, slab))

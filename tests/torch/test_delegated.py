@@ -18,7 +18,7 @@ from dataplane_torch import DataLoader, Pack
 from fleet import Service
 
 from dataplane.cli import run
-from dataplane.model.errors import ConfigError
+from dataplane.model.errors import ConfigError, CorruptShard
 
 SHARDS, BLOCKS, BLOCK_ROWS = 4, 4, 64
 
@@ -129,6 +129,19 @@ def test_slabs_made_elsewhere_are_those_of_a_node_with_workers(url: str, cluster
             ids += batch["id"].tolist()
         every = sorted(row for batch in expected for row in batch["id"])
         assert sorted(ids) == every, "a maker that dies costs no batch"
+
+
+def test_rows_that_a_maker_replaces_count_for_the_node_that_asks(
+    tmp_path: Path, cluster: Cluster
+) -> None:
+    lines = ["{" if row % 20 == 7 else f'{{"id": {row}}}' for row in range(200)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
+    bad, url = {"on_bad": "replace", "bad_max": 0.05}, str(tmp_path / "a.jsonl")
+    alone, made = batches(url, **bad), {"service": cluster.service, "name": "elsewhere", **bad}
+    cluster.make(1)
+    assert batches(url, **made) == alone
+    with pytest.raises(CorruptShard, match=r"rows .* more than the 8 that bad_max="):
+        batches(url, **{**made, "name": "too-many", "bad_max": 0.04})
 
 
 @pytest.mark.slow
