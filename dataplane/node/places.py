@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TypeVar
 
 from dataplane.base import background
 from dataplane.base.trace import Trace
+from dataplane.index.indexing import work_on
 from dataplane.model.config import NodeConfig
 from dataplane.model.errors import (
     DataplaneError,
@@ -24,6 +26,7 @@ from dataplane.model.errors import (
     PeerLost,
     SpecMismatch,
 )
+from dataplane.rpc import messages
 from dataplane.rpc.base import Coordination
 from dataplane.rpc.membership import JoinRequest, JoinResponse, LeaveRequest, MemberProgress
 
@@ -36,6 +39,9 @@ T = TypeVar("T")
 
 _PAUSE_S_MAX = 1.0
 _REOPENING_S = 60.0
+_STAGE_S = 1500.0
+"""How long a rank that begins a later stage waits for ranks that are still in the stage before, for
+example since they save a checkpoint: longer than the ranks wait for one another."""
 
 
 async def pause() -> None:
@@ -44,10 +50,16 @@ async def pause() -> None:
 
 
 async def patiently(
-    ask: Callable[[], Awaitable[T]], timeout_s: float, *, job: str, coordinator: str, node: str
+    ask: Callable[[], Awaitable[T]],
+    timeout_s: float,
+    *,
+    job: str,
+    coordinator: str,
+    node: str,
+    reopening_s: float = 0.0,
 ) -> T:
-    """Return the answer of `ask`, which is called again until the coordinator answers, and while
-    other ranks have not closed their old loaders of a job that is reopened with other arguments.
+    """Return the answer of `ask`, which is called again until the coordinator answers, and for
+    `reopening_s` while other ranks have not left a job that is reopened with other arguments.
 
     Raises:  DataStallError: not within `timeout_s`.  DataplaneError: as `ask`.
     """
@@ -60,7 +72,7 @@ async def patiently(
             if waited_s >= timeout_s:
                 raise unanswered(waited_s, error, job, coordinator, node) from error
         except SpecMismatch as error:
-            if not error.reopened or time.monotonic() - began >= min(timeout_s / 2, _REOPENING_S):
+            if not error.reopened or time.monotonic() - began >= reopening_s:
                 raise
         await pause()
 
@@ -100,7 +112,28 @@ class NodePlaces:
     def __init__(self, config: NodeConfig, coordination: Coordination, node_id: str) -> None:
         self._config, self._coordination, self._node_id = config, coordination, node_id
         self._leaving: dict[str, set[asyncio.Task[None]]] = {}
+        self._refused = Counter[str]()
         self._closed = False
+
+    def refused_count(self, member_id: str) -> int:
+        """Return how often a member that waits for other ranks to leave its job was refused."""
+        return self._refused[member_id]
+
+    def progress_on(self, request: messages.OpenJob) -> messages.Working | None:
+        """Return the progress on the datasets of a job that is being opened and of its later
+        stages, or that the job waits for ranks of its former stage; None if there is none.
+        """
+        if refused_count := self.refused_count(request.member_id):
+            what = "waiting for ranks that are in the former stage"
+            return messages.Working(what, refused_count, unit="attempts")
+        urls = set[str]()
+        for of_stage in (request, *(later for _, later in request.ahead)):
+            sources = () if of_stage.mixture is None else of_stage.mixture.sources
+            urls.update(of_stage.source.urls, *(source.source.urls for source in sources))
+        work = work_on(urls)
+        if work is None:
+            return None
+        return messages.Working(work.what, work.done, work.total, work.unit, work.left_s)
 
     async def join(self, request: JoinRequest) -> JoinResponse:
         """Take a place, once the coordinator has answered the leaves of this job.
@@ -109,18 +142,30 @@ class NodePlaces:
         `Coordination.join`.
         """
         timeout_s = self._config.stall_timeout_s
+        is_later = bool(request.spec.stages)
+        reopening_s = _STAGE_S if is_later else min(timeout_s / 2, _REOPENING_S)
         if leaving := self._leaving.get(request.job_id):
             await asyncio.wait(set(leaving), timeout=min(timeout_s, _LEAVES_S_MAX))
         try:
             return await patiently(
-                partial(self._coordination.join, request),
+                partial(self._join_once, request),
                 timeout_s,
                 job=request.job_id,
                 coordinator=self._config.coordinator,
                 node=self._node_id,
+                reopening_s=reopening_s,
             )
         except asyncio.CancelledError:  # the trainer went away, and may have its place already
             self.leave(request.job_id, request.member_id, lost=True)
+            raise
+        finally:
+            del self._refused[request.member_id]
+
+    async def _join_once(self, request: JoinRequest) -> JoinResponse:
+        try:
+            return await self._coordination.join(request)
+        except SpecMismatch as error:
+            self._refused[request.member_id] += bool(error.reopened)
             raise
 
     async def rejoin(self, request: JoinRequest) -> JoinResponse:

@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator
 from functools import partial
-from itertools import chain
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -20,7 +19,6 @@ from dataplane.arena.memfd import Arena
 from dataplane.base import background
 from dataplane.base.trace import QUIET, Trace
 from dataplane.base.watchdog import Watchdog
-from dataplane.index.indexing import work_on
 from dataplane.metrics.table import Reading
 from dataplane.model.config import PROTOCOL_VERSION, VERSION, NodeConfig
 from dataplane.model.errors import ConfigError, DataplaneError, PeerLost, VersionMismatch
@@ -342,18 +340,13 @@ class TrainerConnection:
         self._post(request_id, wire, (member.delivery.arena.fd,))
 
     async def _send_work(self, request_id: int, body: messages.OpenJob) -> None:
-        """Report progress on the job's datasets to the trainer, whenever there is any."""
-        sources = () if body.mixture is None else body.mixture.sources
-        urls = {*body.source.urls, *chain.from_iterable(source.source.urls for source in sources)}
+        """Report progress on opening the job to the trainer, whenever there is any."""
         last: tuple[str, int] | None = None
         while True:
             await asyncio.sleep(_WORK_S)
-            work = work_on(urls)
-            if work is not None and (work.what, work.done) != last:
-                last = work.what, work.done
-                progress = messages.Working(
-                    work.what, work.done, work.total, work.unit, work.left_s
-                )
+            progress = self._server.jobs.places.progress_on(body)
+            if progress is not None and (progress.what, progress.done) != last:
+                last = progress.what, progress.done
                 self.send(request_id, progress)
 
     async def _open_stream(self, request_id: int, body: messages.OpenStream) -> None:

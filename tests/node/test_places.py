@@ -11,8 +11,9 @@ from membership import SPEC, join
 from msgspec import structs
 
 from dataplane.coordinator.front import Coordinator, CoordinatorConfig
-from dataplane.model.config import VERSION
+from dataplane.model.config import VERSION, Stage
 from dataplane.model.errors import SpecMismatch
+from dataplane.model.records import DatasetIdentity
 from dataplane.node.places import NodePlaces
 from dataplane.rpc.membership import (
     JoinRequest,
@@ -97,6 +98,22 @@ async def test_a_trainer_that_goes_away_while_it_joins_gives_its_place_back() ->
         coordinator.leaves.set()
         coordinator.answers.set()
         assert (await places.join(join(member="second", spec=OTHER))).generation == 2
+
+
+async def test_a_rank_in_its_next_stage_waits_for_ranks_that_are_late_and_says_so() -> None:
+    following = structs.replace(OTHER, stages=(Stage("d", 0, 8, 16, DatasetIdentity("c", "l")),))
+    async with _slow(stall_timeout_s=0.01) as (coordinator, places):
+        coordinator.leaves.set()
+        for rank in range(2):
+            await places.join(join(rank, member=f"m{rank}"))
+        places.leave("j", "m0", lost=False)
+        joining = asyncio.create_task(places.join(join(0, member="next", spec=following)))
+        while not places.refused_count("next"):
+            assert not joining.done()
+            await asyncio.sleep(0)
+        places.leave("j", "m1", lost=False)
+        assert (await joining).generation == 2
+        assert places.refused_count("next") == 0
 
 
 async def test_a_node_that_stops_waits_for_leaves_and_leaves_the_others_their_places() -> None:
