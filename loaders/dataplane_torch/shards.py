@@ -249,13 +249,13 @@ class UrlJob:
         another rank has set other weights.
         """
         self._refuse_replay("weights to change")
-        mixture, reader, start = self._job.request.mixture, self._reader, self._cursor
-        if mixture is None:
+        self._turn()
+        reader, start = self._reader, self._cursor
+        if self._job.request.mixture is None:
             raise ConfigError(
                 "this loader reads one dataset: only loaders over a Mixture have weights",
                 field="set_weights",
             )
-        self._turn()
         if self._session.following is not None:
             raise ConfigError(
                 "weights do not change in the rest of an epoch with a former recipe: set them when"

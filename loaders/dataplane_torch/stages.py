@@ -171,6 +171,12 @@ def _check(stages: object, given: Arguments) -> None:
             " them",
             field="stages",
         )
+    if stages[0].lasts.change:
+        raise ConfigError(
+            "the first stage begins the run, so it has no change=: pass it to the stage that begins"
+            " within an epoch",
+            field="change",
+        )
     *ending, last = (stage.lasts for stage in stages)
     for number, lasts in enumerate(ending, 1):
         if not lasts.steps and not lasts.epochs:

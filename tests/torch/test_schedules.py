@@ -171,6 +171,14 @@ def test_steps_that_are_skipped_belong_to_their_stage(folder: Path) -> None:
         assert len(read(loaders)) == 8
 
 
+def test_weights_are_those_of_the_stage_of_the_chosen_epoch(folder: Path) -> None:
+    options = {"stages": [Stage(epochs=1), Stage(recipes.mixed(folder))]}
+    with ranks(some(folder, 0), **options) as (loader,):
+        loader.set_epoch(1)
+        assert loader.set_weights({"a": 1, "b": 3}) == (1, 0)
+        assert loader.sources == ("a", "b")
+
+
 def test_a_run_takes_up_a_schedule_and_changes_within_it(folder: Path) -> None:
     urls = some(folder, 0, 1)
     with ranks(urls) as (loader,):
@@ -256,6 +264,7 @@ def test_a_ledger_traces_every_step_and_plan_shows_stages_behind_and_ahead(
         ([Stage(steps=1), {"seed": 1}], "pass a list of 2 to"),
         ([Stage(), Stage(seed=1)], "stage 1 does not say how long it lasts"),
         ([Stage(steps=1), Stage(seed=1)], "stage 2 begins within an epoch"),
+        ([Stage(epochs=1, change="unread"), Stage(seed=1)], "the first stage begins the run"),
         ([Stage(epochs=1), Stage(seed=1, steps=3)], "the last stage goes on until"),
         ([Stage(epochs=1), Stage()], "stage 2 has the recipe of the stage before it"),
         ([Stage(epochs=1), Stage(seed=-1)], "stage 2: seed=-1"),
