@@ -220,6 +220,8 @@ class Roster:
         self._no_end_before = math.inf
         self.replaced: set[int] = set()
         """Hashes of the rows that nodes have replaced in the present launch."""
+        self.ended_launch = ("", 0)
+        """The member that began the present launch, and how many joined ranks that ended."""
         self._order = 0
         for member in sorted(members, key=lambda member: member.order):
             self._put(member, now)
@@ -264,6 +266,11 @@ class Roster:
             (deadline for deadline in deadlines if deadline > clock), default=math.inf
         )
         return [member for member in self.joined() if member.deadline <= clock]
+
+    def ended_count_for(self, member_id: str) -> int:
+        """Return how many joined ranks of an older launch this member ended when it joined."""
+        by, count = self.ended_launch
+        return count if by == member_id else 0
 
     @property
     def joined_count(self) -> int:

@@ -176,7 +176,7 @@ class CoordinatorState:
         refusals.check_join(request)
         if request.node_id in self._refused_nodes:
             self._check(self._refused_nodes[request.node_id])
-        roster, ended_count = self._jobs.get(request.job_id), 0
+        roster = self._jobs.get(request.job_id)
         if roster is None:
             job = first_generation(request, self._now)
             roster = self._jobs[request.job_id] = Roster(job, self._now, self._makers)
@@ -184,7 +184,7 @@ class CoordinatorState:
         else:
             self._expire(roster)
             self._check_same_protocol(roster, request)
-            ended_count = self._admit(roster, request)
+            self._admit(roster, request)
         self._seat(roster, request)
         self._nodes.want_makers(request.node_id, (request.job_id,), self._clock)
         # Send the list of nodes only to the first member of each node: if every member got it, a
@@ -196,7 +196,7 @@ class CoordinatorState:
         marks = job.mark, ledger.marks
         return JoinResponse(
             job.generation, self._lease_s, nodes, entries, *marks, roster.is_complete,
-            ended_count,
+            roster.ended_count_for(request.member_id),
         )  # fmt: skip
 
     def _check_same_protocol(self, roster: Roster, request: JoinRequest) -> None:
@@ -216,10 +216,8 @@ class CoordinatorState:
             return
         raise refusals.two_protocols(request.job_id, own.request, other.request)
 
-    def _admit(self, roster: Roster, request: JoinRequest) -> int:
-        """Refuse a launch or spec that does not match, or begin a generation if that is allowed.
-        Return how many ranks of an older launch this ends.
-        """
+    def _admit(self, roster: Roster, request: JoinRequest) -> None:
+        """Refuse a launch or spec that does not match, or begin a generation if that is allowed."""
         job = roster.job
         if roster.is_superseded(request.incarnation):
             raise refusals.superseded(job, request.member_id)
@@ -239,10 +237,8 @@ class CoordinatorState:
         if differences or request.incarnation != job.incarnation or (is_new and roster.is_changed):
             following = first_generation(request, self._now)
             following = replace(following, generation=job.generation + 1)
-            ended_count = roster.joined_count
+            roster.ended_launch = (request.member_id, roster.joined_count)
             self._writes += roster.begin(following, self._now)
-            return ended_count
-        return 0
 
     def _seat(self, roster: Roster, request: JoinRequest) -> None:
         known = roster.members.get(request.member_id)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -61,21 +60,12 @@ def test_cases_that_read_s3_alone_have_ten_seconds_of_samples(scenarios, given, 
     assert scale_of("tokens", options, chosen(options, "")) == scale
 
 
-def examples():
-    """The small run in docs/benchmarks.md: a command that writes a report, one that shows it."""
-    page = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
-    run, show = re.findall(r"^dataplane bench (.*small\.json.*)$", page, re.MULTILINE)
-    asked, to, name = run.partition(" > ")
-    assert (to, name) == (" > ", "small.json")
-    return asked.split(), show.split()
-
-
 def test_a_small_run_gives_a_table_json_and_a_page(tmp_path, monkeypatch, capsys, forked):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "200")
-    first, show = examples()
-    assert run(["bench", *first]) == 0
+    asked = ("--scenario", "tokens/local", "--peers", "none", "--rounds", "1", *SMALL)
+    assert run(["bench", *asked, "--json"]) == 0
     told = capsys.readouterr().out
     Path("small.json").write_text(told)
     report = json.loads(told)
@@ -86,7 +76,8 @@ def test_a_small_run_gives_a_table_json_and_a_page(tmp_path, monkeypatch, capsys
     assert case["load"].keys() == {"others", "steal"}, "what others did meanwhile is measured"
     assert "webdataset" in report["missing"], "what is not installed is listed"
     kept = next((tmp_path / "cache" / "dataplane" / "bench" / "reports").glob("*.json"))
-    assert run(["bench", *show, "--compare", str(kept)]) == 0
+    shown = ("--report", "small.json", "--html", "small.html")
+    assert run(["bench", *shown, "--compare", str(kept)]) == 0
     assert "Dataplane" in capsys.readouterr().out
     assert "tokens" in Path("small.html").read_text()
 

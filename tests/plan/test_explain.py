@@ -159,7 +159,7 @@ _NAME = "shuffle_benchmark"
 def test_the_specification_names_its_vectors_and_has_their_version():
     page = (ROOT / "docs" / "order.md").read_text()
     assert "(../tests/plan/order_vectors.json)" in page
-    assert f"version {golden.VECTORS['version']}," in page
+    assert f"version {golden.VECTORS['version']} of the order," in page
     assert golden.VECTORS["version"] == ORDER_VERSION
 
 

@@ -371,7 +371,8 @@ def test_a_function_that_hangs_keeps_no_worker_from_others_once_its_loader_is_cl
     first = next(iter(plain))  # it keeps the node
     for argument in ("map", "collate"):
         with DataLoader(folder, **options, **{argument: "user_functions:hangs_later"}) as hanging:
-            assert next(iter(hanging))["row"].equal(first["row"])
+            batches = iter(hanging)
+            assert next(batches)["row"].equal(first["row"])
             worker = int((tmp_path / "hung").read_text())
         assert rows_of(DataLoader(folder, **options)) == list(range(512))
         wait_until(lambda worker=worker: not psutil.pid_exists(worker))
