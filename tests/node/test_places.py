@@ -87,6 +87,23 @@ async def test_a_leave_that_is_not_answered_delays_a_join_only_for_a_while() -> 
             await places.join(join(member="second", spec=OTHER))
 
 
+async def test_a_rank_in_its_next_stage_waits_for_ranks_that_are_late_and_says_so() -> None:
+    stage = Stage("d", 0, 8, 16, DatasetIdentity("c", "l"))
+    following = structs.replace(OTHER, stages=(stage,))
+    async with _slow(stall_timeout_s=0.0) as (coordinator, places):
+        coordinator.leaves.set()
+        for rank in range(2):
+            await places.join(join(rank, member=f"m{rank}"))
+        await coordinator.leave(LeaveRequest("j", "m0", node_id="n0"))
+        joining = asyncio.create_task(places.join(join(0, member="next", spec=following)))
+        while not places.refused_count("next"):
+            assert not joining.done()
+            await asyncio.sleep(0)
+        places.leave("j", "m1", lost=False)
+        assert (await joining).generation == 2
+        assert places.refused_count("next") == 0
+
+
 async def test_a_trainer_that_goes_away_while_it_joins_gives_its_place_back() -> None:
     async with _slow() as (coordinator, places):
         coordinator.answers.clear()
@@ -98,22 +115,6 @@ async def test_a_trainer_that_goes_away_while_it_joins_gives_its_place_back() ->
         coordinator.leaves.set()
         coordinator.answers.set()
         assert (await places.join(join(member="second", spec=OTHER))).generation == 2
-
-
-async def test_a_rank_in_its_next_stage_waits_for_ranks_that_are_late_and_says_so() -> None:
-    following = structs.replace(OTHER, stages=(Stage("d", 0, 8, 16, DatasetIdentity("c", "l")),))
-    async with _slow(stall_timeout_s=0.01) as (coordinator, places):
-        coordinator.leaves.set()
-        for rank in range(2):
-            await places.join(join(rank, member=f"m{rank}"))
-        places.leave("j", "m0", lost=False)
-        joining = asyncio.create_task(places.join(join(0, member="next", spec=following)))
-        while not places.refused_count("next"):
-            assert not joining.done()
-            await asyncio.sleep(0)
-        places.leave("j", "m1", lost=False)
-        assert (await joining).generation == 2
-        assert places.refused_count("next") == 0
 
 
 async def test_a_node_that_stops_waits_for_leaves_and_leaves_the_others_their_places() -> None:
