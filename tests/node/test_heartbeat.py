@@ -235,7 +235,7 @@ def test_rows_are_counted_for_one_launch() -> None:
     assert rows.checked(first, good) is good
     assert len(rows.report(MemberProgress("j", "m")).replaced) == 2
     for number in range(2000):
-        rows.note(delivery_of(f"launch {number}", 1), bad)
+        rows.checked(delivery_of(f"launch {number}", 1), bad)
     assert rows.count("j") <= 2 * 64
 
 
@@ -246,7 +246,7 @@ def test_what_another_node_says_is_cut_and_without_secrets() -> None:
     made = tasks.Assembled(
         1, replaced=(ReplacedRow(signed, 0, 1, 2, "r" * 9999), ReplacedRow("u" * 9999, 0, 1, 2, ""))
     )
-    rows.note(delivery, made)
+    rows.checked(delivery, made)
     told = rows.report(MemberProgress("j", "m")).replaced
     assert [one.url for one in told] == ["https://h/a.parquet?session=***", "u" * 1024]
     assert told[0].reason == "r" * 1024
