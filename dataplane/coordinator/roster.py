@@ -47,6 +47,7 @@ from dataplane.rpc.membership import (
     MixAsked,
     NeighbourNode,
     RowsTaken,
+    StepsSkipped,
 )
 
 # -- neighbours --------------------------------------------------------------------------------
@@ -401,6 +402,16 @@ class Roster:
                 self.mixing.propose(job, request, by, self._joined, now)
                 writes = self.decide(now)
             entry = self.ledger.mix_of_request(request.request)
+        return self._answer(entry), writes
+
+    def skip(
+        self, request: StepsSkipped, by: str, now: float
+    ) -> tuple[ChangeResponse, list[Write]]:
+        """Skip steps of the job.
+
+        Raises:  ConfigError: these steps cannot be skipped.
+        """
+        entry, writes = self.ledger.skip(self.job, request, by, now, is_idle=self.is_idle)
         return self._answer(entry), writes
 
     def take_out(

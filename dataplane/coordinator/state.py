@@ -413,23 +413,18 @@ class CoordinatorState:
         check_name("by", request.by)
         roster = view.named(request.job_id, self._jobs)
         self._expire(roster)
-        if request.mix is not None and request.skip is None and request.tombstones is None:
-            answer, writes = roster.mix(request.mix, request.by, self._now)
-            self._writes += writes
-            return answer
-        if request.tombstones is not None and request.skip is None and request.mix is None:
-            answer, writes = roster.take_out(request.tombstones, request.by, self._now)
-            self._writes += writes
-            return answer
-        if request.skip is None or request.mix is not None or request.tombstones is not None:
+        skip, rows, mix = request.skip, request.tombstones, request.mix
+        if [skip, rows, mix].count(None) != 2:
             raise ConfigError("ask for one change: steps, rows or weights", field="skip")
-        job, is_idle = roster.job, roster.is_idle
-        entry, writes = roster.ledger.skip(
-            job, request.skip, request.by, self._now, is_idle=is_idle
-        )
+        if mix is not None:
+            answer, writes = roster.mix(mix, request.by, self._now)
+        elif rows is not None:
+            answer, writes = roster.take_out(rows, request.by, self._now)
+        else:
+            assert skip is not None
+            answer, writes = roster.skip(skip, request.by, self._now)
         self._writes += writes
-        batch = job.spec.global_batch
-        return ChangeResponse(entry, not is_idle, job.epoch, job.cursor, batch)
+        return answer
 
     # -- looking ---------------------------------------------------------------------------------
 
