@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from dataplane.base.units import meant, whole
 from dataplane.model.config import check_source_count
@@ -42,7 +42,6 @@ _UNITS_IN_WORDS = {"tokens": MixUnit.TOKENS, "samples": MixUnit.SAMPLES, "batche
 _NEXT_OPTION = re.compile(f",(?=(?:{'|'.join(_ON_COMMAND_LINES)})=)")
 
 
-_P = ParamSpec("_P")
 _T = TypeVar("_T")
 _OF_LOADER = dict.fromkeys(("seed", "shuffle", "batch_size"), "pass it to DataLoader")
 _MEANT = {
@@ -58,33 +57,33 @@ _MEANT = {
 }
 
 
-def _own_arguments(
-    init: Callable[_P, None], ways: Mapping[str, str] = _MEANT
-) -> Callable[_P, None]:
-    """Wrap an `__init__` to refuse other arguments with a TypeError that says what to use."""
-    known = [*inspect.signature(init).parameters][1:]
+def _own_arguments(ways: Mapping[str, str]) -> Callable[[type[_T]], type[_T]]:
+    """Have a class refuse unknown arguments with a TypeError that says what to use: one of these
+    ways, or the argument that was meant.
+    """
 
-    @functools.wraps(init)
-    def checked(*args: _P.args, **kwargs: _P.kwargs) -> None:
-        for name in kwargs:
-            if name not in known:
-                way = f": {ways[name]}" if name in ways else meant(name, known)
-                raise TypeError(
-                    f"{init.__qualname__.partition('.')[0]}() has no argument {name!r}{way} "
-                    "(docs/mixtures.md; docs/migrate/names.md for the arguments of other loaders)"
-                )
-        init(*args, **kwargs)
+    def checked(kind: type[_T]) -> type[_T]:
+        init: Callable[..., None] = kind.__init__
+        known = [*inspect.signature(init).parameters][1:]
+
+        @functools.wraps(init)
+        def checked_init(*args: Any, **kwargs: Any) -> None:
+            for name in kwargs:
+                if name not in known:
+                    way = f": {ways[name]}" if name in ways else meant(name, known)
+                    raise TypeError(
+                        f"{kind.__name__}() has no argument {name!r}{way} (docs/mixtures.md; "
+                        "docs/migrate/names.md for the arguments of other loaders)"
+                    )
+            init(*args, **kwargs)
+
+        kind.__init__ = checked_init  # type: ignore[method-assign]
+        return kind
 
     return checked
 
 
-def _checked(kind: type[_T]) -> type[_T]:
-    """Have a class refuse unknown arguments as `_own_arguments` does."""
-    kind.__init__ = _own_arguments(kind.__init__, _OF_LOADER)  # type: ignore[method-assign]
-    return kind
-
-
-@_checked
+@_own_arguments(_OF_LOADER)
 @dataclass(frozen=True, slots=True)
 class Source:
     """One dataset of a mixture, with its share.
@@ -125,6 +124,7 @@ class MixStep(NamedTuple):
     step: int
 
 
+@_own_arguments(_MEANT)
 class Mixture:
     """Datasets that one loader mixes: pass it to DataLoader in place of a url.
 
@@ -146,7 +146,6 @@ class Mixture:
     Raises:  ConfigError: a name, weight or number is invalid.
     """
 
-    @_own_arguments
     def __init__(
         self,
         sources: Mapping[str, Source | Urls],
