@@ -175,29 +175,23 @@ class Session:
     def _generation(self) -> int:
         return 0 if self._job is None else self._job.generation
 
+    @property
+    def _taken(self) -> list[LedgerEntry]:
+        """The entries that take rows out while the job runs."""
+        return [entry for entry in self._midway.values() if entry.kind == TOMBSTONE]
+
     def rows_digest(self, digest: str, place: LedgerPosition) -> str:
         """Return a digest over `digest` and the rows that are left out at this place."""
-        taken = [entry for entry in self._midway.values() if entry.kind == TOMBSTONE]
-        entries = {entry.seq: entry for entry in (*self.job.entries, *taken)}.values()
+        entries = {entry.seq: entry for entry in (*self.job.entries, *self._taken)}.values()
         return changes_of(taken_by(entries, self._generation, place)).rows_digest(digest)
 
     def taken_between(self, epoch: int, begin: int, end: int) -> tuple[int, ...]:
         """Return the positions between these, exclusive, from which on rows are left out."""
         return tuple(
             entry.position.cursor
-            for entry in self._midway.values()
-            if entry.kind == TOMBSTONE
-            and entry.position.epoch == epoch
-            and begin < entry.position.cursor < end
+            for entry in self._taken
+            if entry.position.epoch == epoch and begin < entry.position.cursor < end
         )
-
-    def _taken_before(self, place: LedgerPosition) -> set[int]:
-        """Return the numbers of the entries that take rows out before this place."""
-        return {
-            entry.seq
-            for entry in self._midway.values()
-            if entry.kind == TOMBSTONE and entry.position < place
-        }
 
     def learn(self, entries: Iterable[LedgerEntry]) -> None:
         """Note weights and rows to leave out that people requested while the job ran."""
@@ -221,8 +215,9 @@ class Session:
         gaps = changes_of(job.entries).gaps(epoch)
         mark = state.mark
         # At the start of an epoch, not all ranks know of rows beyond the end of the epoch before.
-        begun = LedgerPosition(epoch - 1, sample_count) if epoch and not cursor else None
-        taken = self._taken_before(begun or LedgerPosition(epoch, cursor))
+        is_begin = epoch > 0 and not cursor
+        at = LedgerPosition(epoch - 1, sample_count) if is_begin else LedgerPosition(epoch, cursor)
+        taken = {entry.seq for entry in self._taken if entry.position < at}
         if applied := self.mixes_applied | taken:
             last = LedgerMark.of(self._midway[max(applied)])
             mark = last if mark is None or mark.seq < last.seq else mark
@@ -238,7 +233,6 @@ class Session:
     def ledger(self, epoch: int, cursor: int, schedule: Schedule | None = None) -> str:
         """Return the job's ledger at this place, as JSON lines."""
         source, mixture, job = self.request.source, self.request.mixture, self.job
-        is_taken = any(entry.kind == TOMBSTONE for entry in self._midway.values())
         mixed = job.spec.mixture
         if mixed is not None and self.mix is not None:
             mixed = mixed.with_history(self.mix)
@@ -258,7 +252,7 @@ class Session:
                 for named in sources
             ),
             schedule,
-            job.generation if is_taken else 0,
+            job.generation if self._taken else 0,
             tuple(
                 {
                     mix_entry.seq: mix_entry for mix_entry in (*job.entries, *self._midway.values())

@@ -411,37 +411,41 @@ class UrlJob:
         """Leave the pass: the next pass reads the next epoch, or the same epoch if this pass has
         yielded no batch.
         """
-        reader, self._reader = self._reader, None
+        reader = self._reader
         if reader is None:
             return
-        self._count_steps(reader)
+        self._count_steps()
+        self._reader = None
         self._epoch, self._cursor = reader.epoch + 1, 0
         if not reader.step and not reader.is_complete:
             self._epoch, self._cursor = reader.epoch, reader.start_cursor
 
-    def _count_steps(self, reader: EpochReader | None = None) -> None:
-        """Count the steps of the pass that ends now, unless a former recipe is being finished."""
-        reader = reader or self._reader
-        if reader is not None:
-            self._made += reader.step if self._session.following is None else 0
-            self._reached = reader.epoch, reader.cursor
+    @property
+    def _steps_made(self) -> int:
+        """The steps made in the present stage. Those that finish a former recipe do not count."""
+        if self._reader is None or self._session.following is not None:
+            return self._made
+        return self._made + self._reader.step
+
+    def _count_steps(self) -> None:
+        """Count the steps of the pass that ends now."""
+        if self._reader is not None:
+            self._made, self._reached = self._steps_made, (self._reader.epoch, self._reader.cursor)
 
     @property
     def _steps_left(self) -> int | None:
         """The steps that the present stage still has; None if it ends elsewhere, or not."""
-        lasts, reader = self._stages[self._number].lasts, self._reader
+        lasts = self._stages[self._number].lasts
         if not lasts.steps or self._session.following is not None:
             return None
-        return max(0, lasts.steps - self._made - (0 if reader is None else reader.step))
+        return max(0, lasts.steps - self._steps_made)
 
     def _schedule(self) -> Schedule | None:
         """Return what is left of the schedule; None without one."""
         if len(self._stages) == 1:
             return None
-        made = self._made
-        if self._reader is not None and self._session.following is None:
-            made += self._reader.step
-        return Schedule(made, tuple(stage.lasts for stage in self._stages[self._number :]))
+        lasts = tuple(stage.lasts for stage in self._stages[self._number :])
+        return Schedule(self._steps_made, lasts)
 
     def _turn(self) -> bool:
         """Begin the stages that are due. Return whether one may have begun."""
