@@ -151,6 +151,8 @@ class _Look:
     """The content of one step: facts first, and the page made of them."""
 
     def __init__(self, job: Traced, rows: StepRows, epoch: int, step: int, target: str) -> None:
+        from dataplane.index.viewing import said_of_folders
+
         self._job, self._epoch = job, epoch
         self._count, self._step_rows = len(rows.positions), rows
         self.rows = _first(rows, _READ_MAX)
@@ -159,8 +161,6 @@ class _Look:
         self.samples: list[dict[str, Any]] = []
         self.packs: list[dict[str, Any]] = []
         self.shots: list[dict[str, Any]] = []
-        from dataplane.index.viewing import said_of_folders
-
         stored = (source.manifest.whole or source.manifest for source in job.sources)
         self.notes = [*filter(None, map(said_of_folders, stored))]
 

@@ -426,7 +426,7 @@ def apart(
     """
     some = tuple(entries)
     midway = tuple(entry for entry in some if is_midway(entry, generation))
-    return tuple(entry for entry in some if entry not in midway), midway
+    return tuple(entry for entry in some if not is_midway(entry, generation)), midway
 
 
 def taken_by(

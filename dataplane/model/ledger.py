@@ -121,8 +121,8 @@ class PlannedStage(Struct, frozen=True):
 
 
 class Schedule(Struct, frozen=True):
-    """The rest of a run's schedule: the present stage, of which so many steps are `made`, and the
-    stages after it.
+    """The rest of a run's schedule: the present stage and the stages after it. `made` counts the
+    steps of the present stage that are over.
     """
 
     made: Unsigned

@@ -267,7 +267,7 @@ _Launch = tuple[str, tuple[str, str]]
 
 class _Counted(Struct, eq=False):
     """The counted rows of a launch of a job, the first of them by url and reason, for errors, and
-    the blocks that were replaced as a whole, each of which is logged once.
+    the blocks that were replaced as a whole. Each such block is logged once.
     """
 
     names: set[_RowName] = field(default_factory=set)

@@ -13,10 +13,7 @@ import pyarrow as pa
 from msgspec import Struct, field
 
 from dataplane.base.meters import JobMeter, RankMeter
-from dataplane.model.changes import (
-    Changes,
-    changes_of,
-)
+from dataplane.model.changes import Changes, changes_of
 from dataplane.model.config import JobSpec, MixtureSpec
 from dataplane.model.errors import ConfigError, DataplaneError
 from dataplane.model.ledger import LedgerEntry, LedgerPosition

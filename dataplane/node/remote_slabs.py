@@ -115,9 +115,9 @@ class RemoteStream:
         self._waiting: list[tuple[Ask, Sequence[StepRange]]] = []
         """Requests that came before the order of the stream was known."""
         self._ranges: dict[int, _Range] = {}
-        """What is being made, by its first step."""
+        """The steps whose slabs are being made, by the first step."""
         self._made: dict[int, _MadeSlab] = {}
-        """What is made and not released, by its first step."""
+        """The slabs that are made and not released, by their first step."""
         self._is_closed = False
         self.last_asked = self._now = now
         self._worked_at = 0.0

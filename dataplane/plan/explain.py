@@ -43,9 +43,9 @@ class Explanation:
 
     `hosts_per_block` is how many hosts read a block, on average. `quality` is the entropy of a
     batch's labels if the dataset is sorted by 100 labels, relative to a perfect shuffle, and holds
-    for all epochs but the first. `quality_of_epoch_0` is lower if the ramp
-    covers much of the dataset: the first windows of a lane have `ramp_windows` samples, and from
-    position `ramp_end` of epoch 0 on, all lanes have full windows.
+    for all epochs but the first. `quality_of_epoch_0` is lower if the ramp covers much of the
+    dataset: the first windows of a lane have `ramp_windows` samples, and from position `ramp_end`
+    of epoch 0 on, all lanes have full windows.
     """
 
     step_count: int

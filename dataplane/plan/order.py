@@ -508,8 +508,8 @@ class TombstonedOrder:
 
 
 class MidwayOrder:
-    """An order of samples of which rows are removed within the epoch: from each of these positions
-    on, ascending from 0, another order holds.
+    """An order of samples that changes within the epoch, since rows are removed. Each part is an
+    order and the position from which it holds; positions ascend from 0.
     """
 
     def __init__(self, parts: Sequence[tuple[int, SampleOrder]]) -> None:

@@ -70,7 +70,7 @@ class Reuse:
     def __init__(self, streams: StreamTable) -> None:
         self._streams = streams
         self._seen: dict[tuple[int, int], npt.NDArray[np.bool_]] = {}
-        """The blocks of which the slabs of each reader have had rows."""
+        """For each reader, the blocks from which its slabs have taken rows."""
         self.found_bytes = 0
 
     def gathered(self, task: SlabTask, now: float) -> None:

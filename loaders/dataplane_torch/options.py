@@ -50,7 +50,7 @@ class OrderArguments(TypedDict, total=False):
     continue on another number of ranks with the same steps.
     """
     end: str | None
-    """What happens to an incomplete last global batch. With `"ragged"`, ranks divide its samples,
+    """The rule for an incomplete last global batch. With `"ragged"`, ranks divide its samples,
     and local batches differ by at most one sample; if there are fewer samples than ranks, the
     previous step gets them. `"drop"` means `drop_last=True`. With `"pad"`, samples from the epoch's
     start fill the batch, and `loader.valid_count` is the number of rows that are not padding.

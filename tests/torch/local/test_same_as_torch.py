@@ -207,7 +207,7 @@ def drawing(loader: Any) -> Iterator[Any]:
 
 
 def drawing_kept(loader: Any) -> Iterator[Any]:
-    """The same with workers that stay, of which there are not two passes at once."""
+    """The same with persistent workers, which do not run two passes at once."""
     for _ in range(2):
         iterator = iter(loader)
         yield generators(loader)
