@@ -13,8 +13,7 @@ from dataplane.model.records import ColumnOptions, Kind
 from dataplane.plan.columns import NEVER, NullCounts
 from dataplane.plan.manifest import Manifest
 from dataplane.transforms.annotations import annotated, marks_nulls
-from dataplane.transforms.codes import coded_columns
-from dataplane.transforms.columns import ColumnPlan
+from dataplane.transforms.columns import ColumnPlan, changes_values
 from dataplane.transforms.lists import LISTS
 from dataplane.transforms.made_columns import MappedColumns
 from dataplane.transforms.nulls import Fills
@@ -54,7 +53,7 @@ def columns_of(manifest: Manifest, spec: JobSpec, mapped: MappedColumns | None =
     schema = _schema(manifest, spec)
     seen = schema if mapped is None else mapped.schema
     plan = plan_stacked(seen, spec.column_options, manifest.shards.urls[0])
-    is_changed = plan.stacks or coded_columns(spec.column_options) or mapped is not None
+    is_changed = changes_values(spec.column_options) or mapped is not None
     is_canonical = not is_changed and _is_as_stored(schema, plan.leaves, manifest.nulls)
     is_fixed = all(spec.kind is Kind.FIXED for spec in plan.specs)
     row_layout, fixed_bytes = plan_row_layout(plan.specs), _fixed_bytes(plan.schema)

@@ -130,12 +130,20 @@ def plan_columns(
     )
 
 
+def changes_values(options: ColumnOptions) -> bool:
+    """Return whether the values in batches differ from the stored ones, even if their types are
+    equal. Every option that changes values is named here: a block without such changes is used as
+    it is stored.
+    """
+    return bool(coded_columns(options) or stacks_of(options))
+
+
 def is_plain_schema(schema: pa.Schema, plan: ColumnPlan) -> bool:
     """Return whether a plan takes all columns of a schema unchanged, and all are numbers."""
     return (
         schema.equals(plan.schema)
         and are_numbers(schema)
-        and not coded_columns(plan.options)
+        and not changes_values(plan.options)
         and not marks_nulls(plan.options)
     )
 
