@@ -35,9 +35,9 @@ NEIGHBOUR_SETTINGS: tuple[Setting, ...] = (
     Setting(
         "data_listen",
         DATA_ADDRESS,
-        "the data port of a node of `dataplane serve`, where other nodes request blocks; if not "
-        "set, a free port at the address that the node uses to reach its coordinator, or no port "
-        "if blocks would cross the network in plain text without `insecure`",
+        "the address at which a node of `dataplane serve` sends blocks to other nodes; if not set, "
+        "a free port at the address from which the node reaches its coordinator. With TLS, a node "
+        "opens this free port only if `peer_tls` or `insecure` is set",
         fixed(""),
     ),
     Setting(
@@ -183,8 +183,9 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "service",
         ADDRESS_OR_NONE,
-        "the coordinator's address that trainers use; a node needs this setting, too, if trainers "
-        "use another address than its `join` (or its `listen`, if `join` is not set)",
+        "the coordinator's address, by which trainers also find the node of their host. If a "
+        "node's `join` or `listen` spells this address in another way than trainers do, set the "
+        "trainers' spelling as the node's `service`",
         fixed(""),
     ),
     Setting(
@@ -205,7 +206,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "cache_dir",
         units.FOLDER,
-        "where a node keeps manifests, and blocks if `cache_bytes` allows it",
+        "where a node keeps manifests and, if `cache_bytes` is set, blocks",
         _folder("XDG_CACHE_HOME", ".cache"),
     ),
     Setting(
@@ -233,7 +234,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "slab_bytes",
         units.BYTES,
-        "size of a slab; a trainer gets its batches in slabs, a few batches at a time",
+        "size of a slab, the piece of memory with a few batches that a trainer gets at a time",
         # Up to 16 MiB, larger slabs reduce the cost per batch.
         lambda machine, _environ: _within(machine.memory_bytes // 1024, 4 * MIB, 16 * MIB),
     ),
@@ -257,14 +258,14 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "fetch_count",
         units.COUNT,
-        "initial number of parallel reads from object storage, per node; the node adds reads "
-        "while a trainer waits and more reads raise the throughput",
+        "initial number of parallel reads from object storage, per node; the node adds reads as "
+        "long as a trainer waits and each addition raises the throughput",
         fixed(16),
     ),
     Setting(
         "fetch_timeout_s",
         units.SECONDS,
-        "deadline of one read from object storage, after which the node repeats the read",
+        "time limit of one read from object storage, after which the node repeats the read",
         fixed(30.0),
     ),
     Setting(

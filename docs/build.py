@@ -159,9 +159,9 @@ def commands() -> Iterator[str]:
 def errors_page() -> Iterator[str]:
     """Each class of errors: its cause, and what to do."""
     yield (
-        "Every error that Dataplane raises deliberately is a `DataplaneError`. The message says what was wrong, and where. Its"
-        " details are attributes (`error.shard`), which are None if unknown. Tracebacks and commands also print the advice of"
-        ' this page ("what to do").'
+        "Every error that Dataplane raises deliberately is a `DataplaneError`. The message says what was wrong, and where. The"
+        " error has details as attributes, such as `error.shard`: None means unknown. Tracebacks and commands also print the"
+        ' advice of this page ("what to do").'
     )
 
     def tree(kind: type[errors.DataplaneError]) -> Iterator[str]:
@@ -191,12 +191,12 @@ STATE = {
     "values": "the full values of options whose hashes are in `options`",
     "pixels": "the software that decoded the images",
     "in_last_step": "true if the state was taken in the last step of the previous epoch",
-    "digest": "a digest of all rows so far; compare it with another run's",
+    "digest": "a digest of all rows so far, to compare with another run's",
     "mixture": "the weights of a mixture, and all their changes",
     "ledger": "the last entry of the job's [ledger](../ledger.md) on which the run depends",
     "global_batch": "how many samples each step had",
     "taken_out": "rows and shards that `loader.tombstone()` took out, each with the epoch and cursor of its removal",
-    "ahead": 'with `change="finish"`: a hash of the recipe with which the run goes on after this epoch',
+    "ahead": 'with `change="finish"`: a hash of the new recipe, which the run uses after this epoch',
     "stages": "the former stages of a run whose recipe has changed",
     "schedule": "with `stages=`: how many steps of the present stage are done, and the present and later stages",
 }
@@ -206,8 +206,8 @@ def states() -> Iterator[str]:
     """The keys of a state."""
     yield (
         "`loader.state_dict()` over urls is a dict of plain values of about a kilobyte, the same on every rank. A loader"
-        " with equal options and dataset accepts it, on any number of ranks. Otherwise, an error names each"
-        " difference ([training.md](../training.md#resume)). Keys after `dataset` are present only if they apply; unknown keys"
+        " with equal options and dataset accepts the state, on any number of ranks. Any other loader raises an error that names"
+        " each difference ([training.md](../training.md#resume)). Keys after `dataset` are present only if they apply; unknown keys"
         " are ignored. A state over a torch Dataset has the states of its workers and samplers instead"
         " ([datasets.md](../datasets.md)).\n\n| key | value |\n|---|---|"
     )
@@ -226,7 +226,7 @@ def other_names() -> Iterator[str]:
         if page.stem != "names"
     ]
     yield (
-        "Names that other loaders have, and what to use here; errors say the same. Code side by side:"
+        "Names that other loaders use, and the names to use here. Errors about unknown arguments give the same advice. Code side by side:"
         f" {', '.join(links)}.\n\n| they have | here |\n|---|---|"
     )
     tree = module("loaders/dataplane_torch/options.py")

@@ -141,10 +141,10 @@ def skip(
 ) -> None:  # fmt: skip
     """Leave out steps of a job, from its next start on, for example after a spike of the loss.
 
-    Step STOP then follows step FIRST - 1 on all ranks, and no rows of the steps between them are
-    read. Other steps keep their numbers. A running job goes on unchanged, and you cannot skip steps
-    that it has begun. To skip such steps, stop the job, skip the steps, and resume the job from an
-    older checkpoint.
+    Step STOP then follows step FIRST - 1 on all ranks. Nodes do not read the rows of the steps
+    between. Other steps keep their numbers. A running job goes on unchanged, and you cannot skip
+    steps that it has begun. To skip such steps, stop the job, skip the steps, and resume the job
+    from an older checkpoint.
 
     The job needs a coordinator (`dataplane serve`), which records the skip in the job's ledger. If
     trainers start their own node, call loader.skip() instead.
@@ -192,11 +192,12 @@ def mix(
 ) -> None:
     """Change the weights of a mixture while the job runs.
 
-    The effect is the same as if all ranks called loader.set_weights() after the same step. Give
-    each source of the mixture a weight, or 0 for a source that is not read. First, the ranks agree
-    on a step that no rank has reached, which takes a few seconds. The weights apply from the next
-    round of the mixture on (1,024 samples of each lane). Later states and the job's ledger contain
-    the weights. If the run resumes from an earlier step, the weights change again at the same step.
+    The command has the effect of loader.set_weights() on all ranks after the same step. Give each
+    source of the mixture a weight: 0 means that the source is not read. First, the ranks agree on a
+    step that no rank has reached, which takes a few seconds. The weights apply from the next round
+    of the mixture on (a round has 1,024 samples of each lane). Later states and the job's ledger
+    contain the weights. If the run resumes from an earlier step, the weights change again at the
+    same step.
 
     The job needs a coordinator (`dataplane serve`). If the job is not running, the weights apply
     from the step that it has reached, or from --at-step.
@@ -303,16 +304,17 @@ def tombstone(
 ) -> None:  # fmt: skip
     """Take rows out of a job, also while it runs, for example rows that you may not use.
 
-    Another row of the same block replaces each row, the same row in all epochs and on all ranks.
-    All other rows keep their positions, so the number of steps stays the same. `dataplane trace`
-    and `where` show the replacing row. The command does not change shards.
+    Another row of the same block replaces each of these rows. All epochs and ranks get the same
+    replacement. All other rows keep their positions, so the number of steps stays the same.
+    `dataplane trace` and `where` show the replacing row. The command does not change shards.
 
-    The ranks of a running job agree on a step from which the rows are out. If they cannot (they
-    have not begun to read, or torch's DataLoader reads), the rows are out from the next start on.
+    The ranks of a running job agree on a step from which on they leave the rows out. If the ranks
+    have not begun to read, or use torch's own DataLoader, they leave the rows out from the job's
+    next start on.
 
     Rows of other blocks replace the rows of a whole shard. If the shard is lost, pass the dataset's
-    old manifest as --data, and to the loader of the next launch. If samples are packs, tokens of
-    another document of the block, which the command reads, replace those of a removed document.
+    old manifest as --data, and to the loader of the next launch. If samples are packs, the command
+    reads the block of a removed document, and chooses another document whose tokens replace it.
 
     The job needs a coordinator (`dataplane serve`), which records the change in the job's ledger.
 

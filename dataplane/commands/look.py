@@ -94,8 +94,8 @@ def look_at_step(
     page is one file that loads no other files.
 
     Name the job as for `dataplane trace`. For URLs, a step has 32 samples by default
-    (--global-batch). If the job has a map=, allow the function with --allowed-functions. Values are
-    shown as they are stored: types, codes and collate= have no effect.
+    (--global-batch). If the job has a map=, allow the function with --allowed-functions. The page
+    shows stored values: dtype=, codes= and collate= have no effect.
 
     \b
     Examples:

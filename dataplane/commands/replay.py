@@ -46,11 +46,11 @@ def trace(
 ) -> None:
     """Show the rows of a step, with shard, row in the shard, and rank.
 
-    The command computes the plan, and reads no samples. Only for packs, it reads the tokens of
-    their blocks, and shows the documents of each pack. Name the job by URLs and options, by a
-    LEDGER file, or by a JOB's name at a coordinator. Step 7 begins after 7 global batches of the
-    epoch, wherever the run was resumed. Steps that the job skips are marked. If a row was taken
-    out, the command shows the row that replaces it.
+    The command computes the rows, and reads no samples. If samples are packs, it reads the tokens
+    of their blocks, and shows the documents of each pack. Name the job by URLs and options, by a
+    LEDGER file, or by a JOB's name at a coordinator. Steps count from the start of the epoch, even
+    if the run resumed in the middle: 7 global batches precede step 7. The command marks steps that
+    the job skips. If a row was taken out, the command shows the row that replaces it.
 
     \b
     Examples:

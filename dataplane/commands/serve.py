@@ -113,9 +113,9 @@ def serve(
     --page opens a port with a live page of jobs, ranks and nodes. Log in with any user name, and
     with the token as password. The same port has metrics for Prometheus at /metrics.
 
-    Over TCP, nodes and commands need the service's token. It is in DATAPLANE_TOKEN, in
-    --token-file, or in the file `token` that the first coordinator writes into its state directory.
-    Copy this file to the other hosts.
+    Over TCP, nodes and commands need the service's token. They take it from DATAPLANE_TOKEN, from
+    --token-file, or from the file `token` in the state directory. The first coordinator writes this
+    file: copy it to the other hosts.
 
     \b
     Examples:

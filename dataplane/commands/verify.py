@@ -89,14 +89,14 @@ def verify(
 ) -> None:
     """Read and check every sample of a dataset once.
 
-    Index every shard again, read and decode every block, and check checksums, lengths, counts and
-    schemas. The command continues after an error, and lists all errors. The exit status is 1 if
-    there are errors. If you pass a manifest, the command compares it with the present shards. With
-    --decode, images in columns of bytes are also decoded; the command lists damaged images by shard
-    and row.
+    The command indexes every shard again, reads and decodes every block, and checks checksums,
+    lengths, counts and schemas. It continues after an error, and lists all errors. The exit status
+    is 1 if there are errors. If you pass a manifest, the command compares it with the present
+    shards. With --decode, the command also decodes images in columns of bytes, and lists damaged
+    images by shard and row.
 
-    Damage without a checksum may go undetected: TFRecord has a checksum for every record; most
-    writers of Parquet leave page checksums out, and JSON lines and plain Arrow have none.
+    Without checksums, damage may go undetected. TFRecord has a checksum for every record. Most
+    writers of Parquet leave checksums out. JSON lines and plain Arrow have none.
 
     \b
     Examples:

@@ -48,9 +48,9 @@ def where(
 ) -> None:
     """Show the epochs, steps and ranks that get a row.
 
-    The command computes the plan, and reads no samples (only for packs, the tokens of the row's
-    block). If the row was taken out, the command shows the row that replaces it. Name the job as
-    for `dataplane trace`.
+    The command computes the steps, and reads no samples. If samples are packs, it reads the tokens
+    of the row's block. If the row was taken out, the command shows the row that replaces it. Name
+    the job as for `dataplane trace`.
 
     \b
     Examples:

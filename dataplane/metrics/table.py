@@ -68,13 +68,13 @@ _SOURCE = ("job", "dataset")
 METRICS = (
     Metric(
         "dataplane_exposed_seconds_total", _C, Group.WAITING,
-        "Time that a rank's trainer waited for slabs after its first batch, by the stage that "
-        "it waited for", (*_RANK, "stage"), "seconds",
+        "Time that a rank's trainer waited for batches after the first one, by the stage that the "
+        "trainer waited for", (*_RANK, "stage"), "seconds",
     ),
     Metric(
         "dataplane_waiting_seconds", _G, Group.WAITING,
-        "How long a rank's trainer has waited so far for the slab that it requested, by the "
-        "slab's present stage; absent below 5 s", (*_RANK, "stage"), "seconds",
+        "How long a rank's trainer has waited so far for its next slab (a few batches), by the "
+        "present stage of the slab; absent below 5 s", (*_RANK, "stage"), "seconds",
     ),
     Metric(
         "dataplane_first_batch_seconds", _G, Group.WAITING,
@@ -90,13 +90,13 @@ METRICS = (
     ),
     Metric(
         "dataplane_stage_seconds", _H, Group.STREAM,
-        "Time that a slab spent in each stage; `ready` ends when its trainer takes it",
+        "Time that a slab spent in each stage; the stage `ready` ends when the trainer takes it",
         ("job", "stage"), "seconds",
     ),
     Metric(
         "dataplane_read_bytes_total", _C, Group.BYTES,
-        "Bytes of blocks, by source: origin (object stores), neighbour, disk, or memory (left "
-        "there by another rank or epoch)", ("source",), "bytes",
+        "Bytes of blocks, by source: origin (object stores), neighbour (another node), disk, or "
+        "memory (blocks that another rank or epoch has read)", ("source",), "bytes",
     ),
     Metric(
         "dataplane_hedged_bytes_total", _C, Group.BYTES,
@@ -129,8 +129,8 @@ METRICS = (
     ),
     Metric(
         "dataplane_arena_bytes", _G, Group.MEMORY,
-        "Memory in use, by holder. In the block arena: blocks, slabs (finished, kept for other "
-        "consumers), excerpts. Outside it: delivery (the ranks' delivery arenas)",
+        "Memory in use, by holder. In the block arena: blocks, slabs (kept for other trainers), "
+        "excerpts (rows of evicted blocks). In the delivery arenas of ranks: delivery",
         ("holder",), "bytes",
     ),
     Metric(

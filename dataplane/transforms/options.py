@@ -57,13 +57,14 @@ class ColumnArguments(TypedDict, total=False):
     """
     lists: str
     """With `"padded"`, a list column is one tensor, as wide as the longest list of the batch, and a
-    column `name.length` has the lengths. With `"ragged"`, it has two tensors: values and offsets.
+    column `name.length` has the lengths. With `"ragged"`, a list column has two tensors: the values
+    of all lists, and the offsets at which lists begin.
     """
     pad_value: Numbers | None
     """The number that fills padded lists, 0 by default, or a dict with a number for each column."""
     max_length: Lengths | None
-    """The maximum length of lists, after which they are cut, or a dict with a length for each
-    column."""
+    """The maximum length of lists, or a dict with a length for each column. Longer lists are cut.
+    """
     truncation_side: str
     """The side at which longer lists are cut: `"right"` or `"left"`."""
     fill_null: Numbers | None
@@ -96,7 +97,8 @@ class RowArguments(TypedDict, total=False):
     """A share of the rows, selected by a hash of each row: 0.1 is a tenth."""
     split: Sequence[object] | None
     """A part of the rows, selected by a hash of each row: `("train", 0.99)` and `("validation",
-    0.01)` never share a row, even if shards are added. `("test", 0.98, 0.99)` is a range.
+    0.01)` never share a row, even if shards are added. `("test", 0.98, 0.99)` is the range of
+    hashes from 98 % to 99 %.
     """
     limit: int | None
     """The number of rows to read, from the first row on."""

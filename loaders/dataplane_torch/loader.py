@@ -53,9 +53,10 @@ class DataLoader(LoaderBase[_T_co]):
     """Batches of a torch Dataset, or of the shards at urls, with an exact resume state.
 
     Over a Dataset, all arguments have the names, positions, defaults and meanings of
-    torch.utils.data.DataLoader. With num_workers > 0 the dataset runs in processes that write
-    batches straight into memory that this process has mapped. `snapshot_every_n_steps` sets how
-    often the states of datasets and samplers are taken; the loader's state is exact after any step.
+    torch.utils.data.DataLoader. With num_workers > 0, worker processes run the dataset, and write
+    batches straight into memory that this process has mapped. The loader's state is exact after any
+    step. With `snapshot_every_n_steps=n`, iterable datasets and samplers save their own states only
+    about every n steps, and a resume repeats the steps after the last saved state.
 
     Over urls, a node reads and decodes shards and makes batches. The arguments over urls:
 
@@ -230,9 +231,9 @@ class DataLoader(LoaderBase[_T_co]):
 
     def set_weights(self, weights: Mapping[str, float]) -> MixStep:
         """Change the weights of a mixture's sources, for example to {"web": 0.3, "code": 0.7}. New
-        weights apply from the next round of the mixture on; return the first step of this round.
-        Every rank must call the method after the same step, with the same weights. States contain
-        the weights.
+        weights apply from the next round on (a round has 1,024 samples of each lane). Return the
+        first step of this round. Every rank must call the method after the same step, with the same
+        weights. States contain the weights.
 
         Raises:  ConfigError: this loader is not over a Mixture, or the weights do not fit its
         sources.  SpecMismatch: another rank of the process group has set other weights.
@@ -261,10 +262,10 @@ class DataLoader(LoaderBase[_T_co]):
 
     def tombstone(self, *names: str) -> None:
         """Take rows ("part-17.parquet:4") or whole shards ("part-17.parquet") out of this run, from
-        the present position on; in a mixture "SOURCE:part-17.parquet". Other rows replace the
-        removed rows, as with `dataplane tombstone`. Later states contain the change. The running
-        pass ends, and the next pass continues the epoch. Every rank must call the method after the
-        same step, with the same names.
+        the present position on. In a mixture, write "SOURCE:part-17.parquet". Other rows replace
+        the removed rows, as with `dataplane tombstone`. Later states contain the change. The
+        running pass ends, and the next pass continues the epoch. Every rank must call the method
+        after the same step, with the same names.
 
         Raises:  ConfigError: there is no such row or shard, none is left to replace it, the job is
         that of a service, or this loader is over a Dataset.
@@ -282,9 +283,9 @@ class DataLoader(LoaderBase[_T_co]):
             self._shards.tombstone(names)
 
     def categories(self, column: str) -> tuple[Any, ...]:
-        """Return the values of a column in `codes`: code i stands for the i-th value. The values
-        are sorted, and are the same on every rank and in every run over the dataset. A null has the
-        code -1, or the number in `fill_null`.
+        """Return the sorted values of a column in `codes`: code i stands for the i-th value. Every
+        rank, and every run over the dataset, gets the same values. A null has the code -1, or the
+        number in `fill_null`.
 
         Raises:  ConfigError: the column is not one of codes=[…], or this loader is over a Dataset.
         """
@@ -294,10 +295,9 @@ class DataLoader(LoaderBase[_T_co]):
             return self._shards.categories(column)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next pass. If a state of the same epoch was loaded, the pass
-        still begins at the state's position, so a loop `for epoch in range(start, …)` can always
-        call the method. Over a Dataset, call set_epoch() of the dataset and its samplers, if they
-        have this method.
+        """Choose the epoch of the next pass. If you loaded a state of the same epoch, the pass
+        still begins at the state's position. So a loop `for epoch in range(start, …)` can always
+        call the method. A loader over a Dataset calls set_epoch() of dataset and samplers.
 
         Raises:  ConfigError: `epoch` is not an epoch.
         """
@@ -311,7 +311,7 @@ class DataLoader(LoaderBase[_T_co]):
 
     def statistics(self) -> Statistics:
         """Return what the loader has done so far, and why the trainer waited. For a part of the
-        run, take the difference of two values, `later.since(earlier)`.
+        run, call the method twice and compute `later.since(earlier)`.
 
         Raises:  ConfigError: over a Dataset, whose workers do not measure this.
         """
@@ -361,7 +361,7 @@ class DataLoader(LoaderBase[_T_co]):
         "restart" begins a new epoch with all samples. "unread" begins an epoch with the samples
         that the interrupted epoch did not deliver, and samples of new shards. "finish" first reads
         the rest of the interrupted epoch with the old arguments. For "unread" and "finish", the
-        loader needs the old list of shards. If its own list does not begin with the old list, pass
+        loader needs the old list of shards. If the new list does not begin with the old list, pass
         the old urls or their manifest as `before` (for a mixture, a dict by source). Every rank
         must pass the same arguments. Return a sentence that says what has changed. If nothing has
         changed, the sentence is "", and `change` has no effect.

@@ -40,20 +40,21 @@ class OrderArguments(TypedDict, total=False):
     seed: int
     """The seed of all random numbers. Runs with the same seed have the same order."""
     lanes: int | None
-    """The number of places of the dataset at which the shuffle reads at the same time; by default,
-    it follows from the size of the dataset."""
+    """The number of *lanes*: parts of the dataset from which the shuffle reads at the same time. By
+    default, the size of the dataset decides it ([concepts](../concepts.md#lanes-and-windows))."""
     window: int | None
-    """The number of consecutive samples of each lane that are shuffled together; by default, it
-    follows from the size of the dataset."""
+    """The number of consecutive samples of a lane that are shuffled together. By default, the size
+    of the dataset decides it."""
     global_batch_size: int | None
     """The number of samples of a step over all ranks, instead of `batch_size`. A run can then
     continue on another number of ranks with the same steps.
     """
     end: str | None
-    """The rule for an incomplete last global batch. With `"ragged"`, ranks divide its samples,
-    and local batches differ by at most one sample; if there are fewer samples than ranks, the
-    previous step gets them. `"drop"` means `drop_last=True`. With `"pad"`, samples from the epoch's
-    start fill the batch, and `loader.valid_count` is the number of rows that are not padding.
+    """The rule for samples that do not fill the last global batch. With `"ragged"`, the ranks
+    divide these samples, and get batches that differ by at most one sample. If there are fewer
+    samples than ranks, the samples join the previous step. `"drop"` means `drop_last=True`. With
+    `"pad"`, samples from the epoch's start fill the batch, and `loader.valid_count` is the number
+    of rows that are not padding.
     """
 
 
@@ -66,8 +67,8 @@ class ImageArguments(TypedDict, total=False):
     """
     decode: str | None
     """With `"exact"`, JPEGs are decoded at full size. With `"fast"`, images of at least twice the
-    output size are decoded at a reduced size. By default, only
-    RandomResizedCrop reduces the size in this way.
+    output size are decoded at a reduced size. By default, RandomResizedCrop decodes as with
+    `"fast"`, and other steps decode as with `"exact"`.
     """
     bad_images: str
     """The reaction to an image that cannot be decoded: `"raise"` ends the run with an ImageError,
@@ -80,15 +81,15 @@ class FunctionArguments(TypedDict, total=False):
 
     map: Function | None
     """A function of a module, or its name `"package.module:function"`. Workers call the function on
-    the columns of each block. Batches have the columns that it returns.
+    the columns of each block. Batches have the columns that the function returns.
     """
     resizes: bool
     """If true, `map` may return more or fewer rows than it gets; the first run counts the rows."""
     per_epoch: bool
     """If true, `map` gets other random numbers in each epoch, and is called again in each epoch."""
     collate: Function | None
-    """A function, given like `map`, that workers call on each batch. It gets numpy arrays and
-    returns arrays of any shape, which arrive as tensors.
+    """A function of a module, or its name, as for `map`. Workers call the function on each batch.
+    The function gets numpy arrays, and returns arrays of any shape, which arrive as tensors.
     """
     pack: Pack | None
     """With `Pack("tokens", length=4096)`, each sample has several rows of tokens, with little
@@ -103,14 +104,14 @@ class PlaceArguments(TypedDict, total=False):
     """The arguments about this rank's place, and the part of each batch that it gets."""
 
     topology: Topology | None
-    """A Topology with this process's ranks; by default `Topology.auto()`, which asks the mesh, the
-    process group and the launcher.
+    """A Topology with this process's ranks. By default, `Topology.auto()` finds the ranks in the
+    mesh, the process group or the launcher's environment.
     """
     device_mesh: DeviceMesh | None
     """A DeviceMesh, from which the loader takes the data-parallel rank of this process."""
     batch_axes: Sequence[str | int] | None
-    """The axes of the mesh along which batches differ; needed only for axes with unusual
-    names."""
+    """The names (or numbers) of the mesh's axes along which batches differ. By default, the loader
+    recognises these axes by their [usual names](../parallel.md). An error says when it cannot."""
     dp_rank: int | None
     """The data-parallel rank of this process; also pass `dp_size`."""
     dp_size: int | None
@@ -120,8 +121,8 @@ class PlaceArguments(TypedDict, total=False):
     other stages get `{}`.
     """
     sequence_part: Sequence[str] | None
-    """Columns of sequences [B, T]. Each context-parallel rank gets only its part of them, as a
-    view."""
+    """Columns of sequences [B, T]. Each context-parallel rank gets only its own part of every
+    sequence, without a copy."""
 
 
 class JobArguments(TypedDict, total=False):
@@ -138,17 +139,19 @@ class JobArguments(TypedDict, total=False):
     either, this process starts a node.
     """
     name: str | None
-    """The name of the job; needed only if no launcher, process group or service distinguishes runs.
+    """The name of the job. By default, the loader makes a name from the launcher's run id and the
+    urls. A later launch with the same `name` continues the same job.
     """
     sharing: str | None
-    """A name; jobs of one host with equal batches and the same name decode each image only once."""
+    """A name. If jobs of one host have equal batches and pass the same name, the node decodes each
+    image only once for all of them."""
     follow: bool
     """If true, list the shards again at the start of each epoch. New names must sort after all old
     names. A resumed epoch keeps the shards that it had at its start.
     """
     dataset_moved: bool
-    """If true, accept a state although the ETags of the shards (or modification times of local
-    files) differ, as after a copy. Names, sizes and blocks must be equal.
+    """If true, accept a state of a dataset that was copied: the ETags of shards (or modification
+    times of local files) may differ. Names, sizes and blocks must be equal.
     """
     on_bad: str
     """The reaction to damaged rows and blocks: `"raise"` ends the run, and `"replace"` delivers
@@ -157,10 +160,10 @@ class JobArguments(TypedDict, total=False):
     bad_max: float | None
     """The share of an epoch's rows that `on_bad="replace"` may replace; 0.001 by default."""
     stages: Sequence[Stage] | None
-    """The stages of a run, one after the other: `[Stage(steps=9000, max_length=4096),
-    Stage(change="unread", max_length=32768)]`. Each Stage but the last has `steps` or `epochs`. A
-    Stage also takes another dataset as first argument, and options that differ from the
-    loader's, such as `batch_size` ([example](../howto/sequence-length.md)).
+    """The parts of a run that change the loader's arguments, in order: `[Stage(steps=9000,
+    max_length=4096), Stage(change="unread", max_length=32768)]`. Each Stage except the last has
+    `steps` or `epochs`. Pass a Stage the arguments that differ from the loader's, such as
+    `batch_size`, or another dataset as first argument ([example](../howto/sequence-length.md)).
     """
     replay_first_slab: bool
     """If true, repeat the first batches of each epoch, to measure the trainer alone. Such a run has
