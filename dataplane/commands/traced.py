@@ -256,8 +256,7 @@ def traced_options(command: Callable[..., Any]) -> Callable[..., Any]:
                      help="Accept a dataset whose ETags differ from those of the job."),
         click.option("--dp-size", type=POSITIVE, help="Data-parallel ranks. Default: the job's."),
         click.option("--cursor", type=COUNT, default=0,
-                     help="Position at which step 0 begins. Needed if the global batch size "
-                     "changed within the epoch."),
+                     help="Position of step 0; needed if an epoch has several batch sizes."),
         click.option("--global-batch", type=POSITIVE, help="With URL: samples of a step."),
         click.option("--seed", type=COUNT, help="With URL; default: 0."),
         click.option("--shuffle/--no-shuffle", default=None, help="With URL; default: shuffled."),
