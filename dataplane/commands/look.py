@@ -95,7 +95,7 @@ def look_at_step(
 
     Name the job as for `dataplane trace`. For URLs, a step has 32 samples by default
     (--global-batch). If the job has a map=, allow the function with --allowed-functions. The page
-    shows stored values: dtype=, codes= and collate= have no effect.
+    shows stored values, so dtype=, codes= and collate= have no effect.
 
     \b
     Examples:

@@ -115,7 +115,7 @@ def serve(
 
     Over TCP, nodes and commands need the service's token. They take it from DATAPLANE_TOKEN, from
     --token-file, or from the file `token` in the state directory. The first coordinator writes this
-    file: copy it to the other hosts.
+    file. Copy the file to the other hosts.
 
     \b
     Examples:

@@ -163,7 +163,7 @@ class AccessDenied(ConfigError):
 class ClosedError(DataplaneError):
     """A loader or connection was used after it was closed."""
 
-    remedy: ClassVar[str] = "make a new loader: a closed loader cannot be opened again"
+    remedy: ClassVar[str] = "make a new loader, since a closed loader cannot be opened again"
 
 
 class PeerLost(DataplaneError):
@@ -189,7 +189,7 @@ class NeighbourGone(PeerLost):
     """
 
     remedy: ClassVar[str] = (
-        "nothing: the node reads the block from the store, or makes the slab itself"
+        "do nothing, since the node reads the block from the store, or makes the slab itself"
     )
     known: ClassVar[tuple[str, ...]] = ("working",)
 
@@ -198,7 +198,7 @@ class LeaseError(DataplaneError):
     """A rank or node has lost its place in a job."""
 
     remedy: ClassVar[str] = (
-        "stop this process, or start the job again: another launch may have taken over"
+        "stop this process if another launch has taken over the job, else start the job again"
     )
     known: ClassVar[tuple[str, ...]] = ("job", "member", "generation")
 
@@ -255,8 +255,8 @@ class CorruptShard(DataplaneError):
     """The bytes of a shard violate its format. Nouns: shard, offset, expected, found."""
 
     remedy: ClassVar[str] = (
-        'write the shard again from its source, or pass on_bad="replace" to the loader, which then '
-        "reads other rows; another attempt to read it will also fail"
+        'write the shard again from its source, or pass on_bad="replace", with which the loader '
+        "reads other rows instead; repeated reads of the shard would also fail"
     )
     known: ClassVar[tuple[str, ...]] = (
         "shard",
@@ -272,7 +272,7 @@ class CorruptShard(DataplaneError):
 
 
 class ImageError(CorruptShard):
-    """An image cannot be decoded: it is truncated or too large, or the bytes are no image. Nouns:
+    """An image cannot be decoded, for example because the file is truncated or is no image. Nouns:
     shard, row (in the shard), key (of samples that have one), column, reason. If shard is None, row
     is the index among the images that were decoded together.
     """
@@ -292,7 +292,7 @@ class NotKept(DataplaneError):
     used at present; empty if the disk works).
     """
 
-    remedy: ClassVar[str] = "nothing: the node reads the block from the store"
+    remedy: ClassVar[str] = "do nothing, since the node reads the block from the store"
     known: ClassVar[tuple[str, ...]] = ("trouble",)
 
 

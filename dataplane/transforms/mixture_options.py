@@ -126,7 +126,7 @@ class MixStep(NamedTuple):
 
 @_own_arguments(_MEANT)
 class Mixture:
-    """Datasets that one loader mixes: pass it to DataLoader in place of a url.
+    """Several datasets that one loader mixes. Pass a Mixture to DataLoader in place of a url.
 
     - `sources`: a dict from names to sources or, with `temperature`, to urls.
     - `temperature`: shares in proportion to n^(1/temperature), where n is a source's number of

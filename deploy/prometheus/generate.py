@@ -60,8 +60,8 @@ ALERTS = (
         "0m", "critical",
         "A rank of {{ $labels.job }} has waited for {{ $value | humanizeDuration }} for one slab: "
         "{{ $labels.stage }}",
-        "After stall_timeout_s, the trainer gets an error. The label `stage` says what it waits "
-        "for; other alerts say why: the store is away, or processes die",
+        "After stall_timeout_s, the trainer gets an error. The label `stage` says what the trainer "
+        "waits for. Other alerts may say why: the store is away, or processes die",
         {'dataplane_waiting_seconds{job="a", rank="3", stage="fetch"}': "0+60x60"},
         {'dataplane_waiting_seconds{job="a", rank="3", stage="fetch"}': "7x60"},
         {"job": "a", "stage": "fetch"},

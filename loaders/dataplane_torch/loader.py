@@ -338,8 +338,8 @@ class DataLoader(LoaderBase[_T_co]):
         return self._place.state().to_dict()
 
     def ledger(self) -> str:
-        """Return the ledger of this run, as JSON lines. Save the ledger beside the checkpoints:
-        with it, `dataplane trace`, `where` and `replay` find the rows of any step.
+        """Return the ledger of this run, as JSON lines. Save the ledger beside the checkpoints.
+        With the ledger, `dataplane trace`, `where` and `replay` find the rows of any step.
 
         Raises:  ConfigError: over a Dataset, whose samples have no names.
         """

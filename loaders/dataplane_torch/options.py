@@ -41,10 +41,10 @@ class OrderArguments(TypedDict, total=False):
     """The seed of all random numbers. Runs with the same seed have the same order."""
     lanes: int | None
     """The number of *lanes*: parts of the dataset from which the shuffle reads at the same time. By
-    default, the size of the dataset decides it ([concepts](../concepts.md#lanes-and-windows))."""
+    default, the dataset's size decides their number ([more](../concepts.md#lanes-and-windows))."""
     window: int | None
     """The number of consecutive samples of a lane that are shuffled together. By default, the size
-    of the dataset decides it."""
+    of the dataset decides this number."""
     global_batch_size: int | None
     """The number of samples of a step over all ranks, instead of `batch_size`. A run can then
     continue on another number of ranks with the same steps.
@@ -88,8 +88,8 @@ class FunctionArguments(TypedDict, total=False):
     per_epoch: bool
     """If true, `map` gets other random numbers in each epoch, and is called again in each epoch."""
     collate: Function | None
-    """A function of a module, or its name, as for `map`. Workers call the function on each batch.
-    The function gets numpy arrays, and returns arrays of any shape, which arrive as tensors.
+    """A function that workers call on each batch; pass it as for `map`. The function gets numpy
+    arrays, and returns arrays of any shape, which arrive as tensors.
     """
     pack: Pack | None
     """With `Pack("tokens", length=4096)`, each sample has several rows of tokens, with little
@@ -314,7 +314,7 @@ predownload prefetch prefetch_batches prefetch_size cache_limit max_cache_size k
     download_retry download_timeout: leave it out: the node reads ahead while it has
     memory (docs/operations.md#memory)
 worker_count num_threads num_parallel_calls num_proc worker_buffer_size workers_count
-    reader_pool_type: leave it out: the node decides, or its setting worker_count
+    reader_pool_type: leave it out: the node decides, unless you set its worker_count
 batching_method num_canonical_nodes partition_algo sampling_method sampling_granularity epoch_size
     replication in_memory deterministic cycle_length block_length: leave it out: the order is the
     same for any number of ranks, nodes and workers
