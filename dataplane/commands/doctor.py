@@ -136,8 +136,8 @@ def doctor(
     for each batch. The result shows how much of the time storage, decoding, assembly and the
     trainer took.
 
-    The result also shows the parts of the time until the first batch of a new loader: the node's
-    start, the dataset's index, storage and so on.
+    The result also divides the time until the first batch of a new loader: the node's start, the
+    dataset's index, storage and so on.
 
     With --join and no URL, the command watches a running service for --seconds. It shows which
     ranks wait, for which stage, and which nodes and stores do not answer. The exit status is 1 if
@@ -148,7 +148,7 @@ def doctor(
     exit status is 1 if something is wrong.
 
     In JSON, the keys are checks, bound (null if the run was too short), advice, first_batch, and
-    statistics: what `DataLoader.statistics()` returns in a training run.
+    statistics (the values of `DataLoader.statistics()`).
 
     \b
     Examples:

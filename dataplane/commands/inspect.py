@@ -140,7 +140,7 @@ def short(value: object) -> str:
 @json_option
 @interruptible
 def formats(*, as_json: bool) -> None:
-    """List the formats that can be read, with those that installed packages add.
+    """List all readable formats, including formats that installed packages add.
 
     \b
     Examples:

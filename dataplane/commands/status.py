@@ -96,7 +96,7 @@ def status(
 
     --node asks the node of this user on this host, and is meant for probes. The exit status is 0 if
     the node opens jobs, 1 if the node waits for its coordinator, and 3 if the node does not answer.
-    The node does not check stores for this.
+    For this answer, the node does not check stores.
 
     \b
     Examples:

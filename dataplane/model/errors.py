@@ -135,7 +135,9 @@ class SpecMismatch(ConfigError):
 
 
 class BudgetTooSmall(ConfigError):
-    """A memory budget is smaller than what must be in memory at once. Nouns: needed, budget."""
+    """A memory budget is too small for the data that must be in memory at once. Nouns: needed,
+    budget.
+    """
 
     remedy: ClassVar[str] = (
         "raise the setting that the message names; `dataplane config show` prints its origin"

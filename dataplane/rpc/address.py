@@ -220,7 +220,7 @@ _NOT_ONE = ("unix:", "0.0.0.0:", "[::]:")
 _FORMS = '"host:port", "[::1]:port" or "unix:/path"'
 ADDRESS = ValueKind(_FORMS, "ADDRESS", _address)
 DATA_ADDRESS = ValueKind(
-    '"host:port", "[::1]:port", ":port" at the address that the node uses to reach its '
+    '"host:port", "[::1]:port", ":port" at the address from which the node reaches its '
     'coordinator, or "none"',
     "ADDRESS",
     _data_address,

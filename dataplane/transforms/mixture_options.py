@@ -90,9 +90,10 @@ class Source:
 
     `weight` is the source's share; only its proportion to other weights counts. Instead, `passes`
     sets passes per epoch relative to other sources: a source with 2 is read twice as often as a
-    source with 1. An epoch reads a source at most `max_passes` times, by default once, or without
-    limit if exhausted="cycle". `mean_length` is the mean number of tokens of a sample, for
-    unit="tokens". All other options replace the loader's options of the same name for this source.
+    source with 1. An epoch reads a source at most `max_passes` times, by default once. With
+    exhausted="cycle", there is no limit by default. `mean_length` is the mean number of tokens of a
+    sample, for unit="tokens". All other options replace the loader's options of the same name for
+    this source.
     """
 
     urls: Urls

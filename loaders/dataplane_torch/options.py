@@ -72,7 +72,7 @@ class ImageArguments(TypedDict, total=False):
     """
     bad_images: str
     """The reaction to an image that cannot be decoded: `"raise"` ends the run with an ImageError,
-    and `"replace"` delivers another row of the same block instead, the same row on all ranks.
+    and `"replace"` delivers another row of the same block. All ranks get the same row.
     """
 
 
