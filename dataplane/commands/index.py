@@ -80,9 +80,9 @@ def index(
     continues.
 
     Jobs with pack= or where= need counts of packs or rows. Pass the same options here to count them
-    before the launch. Otherwise, nodes count them at the launch: one node for all nodes or, with
-    local files, each node. --codes finds the values of the columns in codes= before the launch.
-    Otherwise, each node finds these values when it first opens such a job.
+    before the launch. Otherwise, the first node of a launch counts them for all nodes. With local
+    files, each node counts them. --codes finds the values of the columns in codes= before the
+    launch. Otherwise, each node finds these values when it first opens such a job.
 
     URLs may contain globs and braces. A folder means all shards below it.
 
