@@ -141,10 +141,10 @@ def skip(
 ) -> None:  # fmt: skip
     """Leave out steps of a job, from its next start on, for example after a spike of the loss.
 
-    Step STOP then follows step FIRST - 1 on all ranks. Nodes do not read the rows of the steps
-    between. Other steps keep their numbers. A running job goes on unchanged, and you cannot skip
-    steps that it has begun. To skip such steps, stop the job, skip the steps, and resume the job
-    from an older checkpoint.
+    Step STOP then follows step FIRST - 1 on all ranks. Nodes do not read the rows of the
+    skipped steps. Other steps keep their numbers. A running job goes on unchanged, and you cannot
+    skip steps that it has begun. To skip such steps, stop the job, skip the steps, and resume the
+    job from an older checkpoint.
 
     The job needs a coordinator (`dataplane serve`), which records the skip in the job's ledger. If
     trainers start their own node, call loader.skip() instead.

@@ -181,8 +181,8 @@ METRICS = (
     ),
     Metric(
         "dataplane_replaced_rows_total", _C, Group.DATA,
-        "Rows replaced by other rows because they or their images cannot be read; counted up to"
-        " 1024, or up to a larger bad_max=", ("job",),
+        "Rows that cannot be read, or whose images cannot be read, and that other rows replaced;"
+        " counted up to 1024, or up to a larger bad_max=", ("job",),
     ),
     Metric(
         "dataplane_jobs", _G, Group.JOBS, "Jobs, by state: forming, running", ("state",),
