@@ -257,8 +257,8 @@ class CorruptShard(DataplaneError):
     """The bytes of a shard violate its format. Nouns: shard, offset, expected, found."""
 
     remedy: ClassVar[str] = (
-        'write the shard again from its source, or pass on_bad="replace", with which the loader '
-        "reads other rows instead; repeated reads of the shard would also fail"
+        'write the shard again from its source, or pass on_bad="replace" (the loader then reads '
+        "other rows); a retry does not help"
     )
     known: ClassVar[tuple[str, ...]] = (
         "shard",
