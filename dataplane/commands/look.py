@@ -89,9 +89,9 @@ def look_at_step(
     """Write an HTML page that shows the samples of a step.
 
     The page shows images before and after the job's crops and flips, texts, and packs with the ends
-    of their documents. It also shows minimum, maximum, mean and nulls of each column, the sources
-    of a mixture as bars, types and shapes. The command reads at most 256 samples, and shows 32. The
-    page is one file that loads no other files.
+    of their documents. It also shows type, shape, minimum, maximum, mean and nulls of each
+    column, and the sources of a mixture as bars. The command reads at most 256 samples, and shows
+    32. The page is one file that loads no other files.
 
     Name the job as for `dataplane trace`. For URLs, a step has 32 samples by default
     (--global-batch). If the job has a map=, allow the function with --allowed-functions. The page
