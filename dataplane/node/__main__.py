@@ -21,7 +21,7 @@ from dataplane.base import bytecode
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Mapping
 
     from dataplane.model.config import NodeConfig
     from dataplane.node.manifests import EarlyOpening
@@ -60,10 +60,9 @@ def main() -> int:
     if fork_server_fd is not None:
         _be_fork_server(fork_server_fd, has_time=True)
         return 0
-    from dataplane.index import indexing  # noqa: F401 - imports numpy for both processes
-
-    is_remote = opening is not None and _is_remote(opening.urls)
-    fork_server.acquire(stderr_fd, lambda fd: _be_fork_server(fd, is_remote=is_remote))
+    is_remote, has_format = _import_for_both(opening)
+    ahead = {"is_remote": is_remote, "has_format": has_format}
+    fork_server.acquire(stderr_fd, lambda fd: _be_fork_server(fd, **ahead))
     import asyncio
 
     asyncio.run(_to_the_end(int(given["--listener-fd"]), stderr_fd, opening))
@@ -74,13 +73,44 @@ def _number(given: Mapping[str, str], name: str) -> int | None:
     return int(given[name]) if name in given else None
 
 
-def _be_fork_server(descriptor: int, *, is_remote: bool = False, has_time: bool = False) -> None:
+def _import_for_both(opening: DatasetSource | None) -> tuple[bool, bool]:
+    """Import what both the node and its fork server need, before they part. Return whether the
+    dataset lies in an object store, and whether the module of its format was imported.
+    """
+    from dataplane.formats import registry
+    from dataplane.index import indexing  # noqa: F401
+    from dataplane.model.errors import DataplaneError
+    from dataplane.store.connect import OBSTORE_SCHEMES
+    from dataplane.store.urls import local_path, normalise, scheme_of
+    from dataplane.transforms import images, packing  # noqa: F401
+    from dataplane.worker import stacking  # noqa: F401
+
+    if opening is None:
+        return False, False
+    try:
+        urls = [*map(normalise, opening.urls)]
+        if scheme_of(urls[0]) in OBSTORE_SCHEMES:
+            from dataplane.store import obstore_store  # noqa: F401
+        name = opening.format
+        format_ = registry.by_name(name) if name else registry.format_of_url(urls[0])
+    except DataplaneError:
+        return False, False  # the node reports the error when it opens the dataset
+    return all(local_path(url) is None for url in urls), format_ is not None
+
+
+def _be_fork_server(
+    descriptor: int,
+    *,
+    is_remote: bool = False,
+    has_format: bool = False,
+    has_time: bool = False,
+) -> None:
     """Import modules that workers need, in parallel to the node's own imports, and fork
     children.
     """
     from dataplane.node.fork_server import main
 
-    main(descriptor, is_remote=is_remote, has_time=has_time)
+    main(descriptor, is_remote=is_remote, has_format=has_format, has_time=has_time)
 
 
 def _opening(descriptor: int) -> DatasetSource:
@@ -93,17 +123,6 @@ def _opening(descriptor: int) -> DatasetSource:
     with open(descriptor, "rb") as named:
         content = named.read()
     return DatasetSource(*msgspec.json.decode(content, type=complete(tuple[tuple[str, ...], str])))
-
-
-def _is_remote(urls: Sequence[str]) -> bool:
-    """Whether this dataset lies in an object store."""
-    from dataplane.model.errors import DataplaneError
-    from dataplane.store.urls import local_path, normalise
-
-    try:
-        return all(local_path(normalise(url)) is None for url in urls)
-    except DataplaneError:
-        return False  # the node reports the error when it opens the dataset
 
 
 async def _to_the_end(

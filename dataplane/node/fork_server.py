@@ -60,9 +60,16 @@ _ROLES: dict[str, Callable[[], _Main]] = {
 }
 
 
-def main(descriptor: int, *, is_remote: bool = False, has_time: bool = False) -> None:
+def main(
+    descriptor: int,
+    *,
+    is_remote: bool = False,
+    has_format: bool = False,
+    has_time: bool = False,
+) -> None:
     """Run the process. `descriptor` is its socket, which it inherits. `is_remote`: the node will
-    need fetchers at once. `has_time`: no trainer waits for its first children.
+    need fetchers at once. `has_format`: the format of its first dataset is imported. `has_time`:
+    no trainer waits for its first children.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Ignore SIGTERM, which a service manager sends to every process of a service: the node drains,
@@ -76,10 +83,8 @@ def main(descriptor: int, *, is_remote: bool = False, has_time: bool = False) ->
             registry.import_all()
         # Build the decoder once for all workers: it takes 4 ms of CPU.
         decode(tasks.Task, encode(tasks.Task(tasks.DetachArena(0))))
-        server = _ForkServer(
-            sock, [*([_fetcher] if is_remote else []), registry.import_all, _compute]
-        )
-        server.run()
+        ahead = [_fetcher] * is_remote + [registry.import_all] * (not has_format)
+        _ForkServer(sock, ahead + [_compute] * has_time).run()
 
 
 class _ForkServer:
