@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
+from msgspec import Struct
 from numpy.typing import NDArray
 from typing_extensions import Buffer
 
@@ -162,8 +163,7 @@ def counts_from_bytes(content: bytes, block_count: int) -> ViewCounts:
     return {name: batch.column(name).to_numpy().astype(np.int64) for name in batch.schema.names}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Left:
+class Left(Struct, frozen=True, eq=False):
     """The part of a dataset that is left for the first epoch of a stage (stages.py). `manifest`
     describes only this part: its block b is block `manifest.kept[b]` of the dataset. If only some
     samples of block b are left, `samples` has their numbers, from `starts[b]` on; if all are left,
