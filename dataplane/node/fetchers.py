@@ -22,7 +22,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -34,10 +33,10 @@ from msgspec.structs import replace
 from dataplane.arena.memfd import Arena
 from dataplane.base.meters import StoreMeters
 from dataplane.base.trace import Trace
-from dataplane.model.errors import DataplaneError, NeighbourGone, PeerLost, StoreError
+from dataplane.model.errors import DataplaneError, NeighbourGone, StoreError
 from dataplane.model.records import StorePause
 from dataplane.node.stored import CacheFolder
-from dataplane.rpc import fetches, local
+from dataplane.rpc import fetches
 from dataplane.rpc.fetches import READS_MAX, SLABS_MAX
 from dataplane.rpc.membership import NodeReads
 from dataplane.scheduler.autoscaler import FetcherCount, FetchLook
@@ -51,10 +50,9 @@ ReportEnd = Callable[[fetches.ReadEnded], None]
 OnKept = Callable[[fetches.KeptFound], None]
 
 _DEATHS_MAX = 3
-_MESSAGES_A_TURN = 32
 _NO_LIMIT = 0
 _HUNG_S_MIN = 3.0
-_PROBE = fetches.EndSlab(0)
+_PROBE = fetches.ToFetcher(fetches.EndSlab(0))
 """Checks whether a fetcher reads messages; has no effect, since no slab has this number."""
 
 
@@ -74,8 +72,8 @@ class _Read(Struct, eq=False):
 
 
 class _Fetcher(Struct, eq=False):
-    """A process, its reads and slabs by number, the delivery arenas that it has and those of them
-    that it must still detach, and its last reports.
+    """A process, its reads and slabs by number, the delivery arenas that it has, and its last
+    reports.
     """
 
     process: WorkerProcess
@@ -84,23 +82,18 @@ class _Fetcher(Struct, eq=False):
     reading_bytes: int = 0
     slabs: dict[int, _Read] = field(default_factory=dict)
     attached: set[int] = field(default_factory=set)
-    unneeded: set[int] = field(default_factory=set)
     trouble: dict[str, StoreError] = field(default_factory=dict)
     cpu_s: float = 0.0
     was_of_use: bool = False
-    is_ending: bool = False
     is_surplus: bool = False
-    has_room: bool = True
-    """False after a message did not fit into the socket, until the fetcher answers or a tick."""
 
     def scanned(self, kept: fetches.KeptFound) -> None:
         for read in self.reads.values():
             if read.on_kept is not None:
                 read.on_kept(kept)
 
-    @property
-    def can_hear(self) -> bool:
-        return self.has_room and not self.is_ending
+    def send(self, body: fetches.ToFetcherBody, descriptors: tuple[int, ...] = ()) -> None:
+        self.process.send(fetches.ToFetcher(body), descriptors)
 
 
 class Fetchers:
@@ -187,19 +180,18 @@ class Fetchers:
 
     def end_slab(self, number: int) -> None:
         """End this order soon: it is reported with an error, unless the slab has arrived. Does
-        nothing while the order waits for a fetcher, or its fetcher cannot receive messages.
+        nothing while the order waits for a fetcher.
         """
-        for fetcher in self._fetchers[:]:
-            if number in fetcher.slabs and fetcher.can_hear:
-                self._send(fetcher, fetches.EndSlab(number))
+        for fetcher in self._fetchers:
+            if number in fetcher.slabs:
+                fetcher.send(fetches.EndSlab(number))
 
     def detach_arena(self, arena_id: int) -> None:
         """Have fetchers unmap this arena, into which no slab is read."""
         for fetcher in self._fetchers:
             if arena_id in fetcher.attached:
                 fetcher.attached.discard(arena_id)
-                fetcher.unneeded.add(arena_id)
-        self._dispatch()
+                fetcher.send(fetches.DetachDelivery(arena_id))
 
     def trouble(self, url: str) -> StoreError | None:
         """Return why reads of this shard are delayed, according to a fetcher."""
@@ -217,9 +209,10 @@ class Fetchers:
         waiting = len(self._waiting) + len(self._waiting_slabs)
         self._count = self._count.after(FetchLook(processors, reading, waiting))
         if self._loop is not None and self._fetchers:
-            self._end_hung(now)
-            for fetcher in self._fetchers:
-                fetcher.has_room = True
+            for fetcher in self._fetchers[:]:
+                is_busy = fetcher.reads or fetcher.slabs or self._waiting
+                if is_busy and fetcher.process.is_hung(now, _PROBE, self._trace):
+                    self._end(fetcher)
             self.start()
             self._retire()
             self._dispatch()
@@ -233,8 +226,7 @@ class Fetchers:
         """Kill all fetchers and wait a few seconds for their end. May be called twice."""
         is_first, self._closed = not self._closed, True
         left = [*self._fetchers, *self._ending]
-        for stuck in kill_all(fetcher.process for fetcher in left):
-            self._trace.failed("end of fetcher", pid=stuck.pid, why="stuck in kernel")
+        kill_all((fetcher.process for fetcher in left), self._trace)
         self._fetchers.clear()
         self._ending.clear()
         self._waiting.clear()
@@ -253,83 +245,41 @@ class Fetchers:
         fetcher = _Fetcher(process, next(self._numbers))
         self._fetchers.append(fetcher)
         self.start_count += 1
-        process.on_readable(partial(self._on_readable, fetcher))
+        hear, lost = partial(self._hear, fetcher), partial(self._end, fetcher)
+        process.listen(fetches.FromFetcher, hear, lost)
         blocks, preambles = self._arenas
-        self._send(fetcher, self._start, (blocks.fd, preambles.fd, *self._lock))
+        fetcher.send(self._start, (blocks.fd, preambles.fd, *self._lock))
         for pause in self._pauses.now():
-            self._send(fetcher, pause)
+            fetcher.send(pause)
         self._trace.started("fetcher started", fetcher_count=len(self._fetchers))
 
     def _dispatch(self) -> None:
-        """Send fetchers the orders and messages that wait."""
+        """Give orders that wait to fetchers with room for them."""
         while self._waiting:
-            able = [e for e in self._fetchers if e.can_hear and len(e.reads) < READS_MAX]
+            able = [other for other in self._fetchers if len(other.reads) < READS_MAX]
             if not able:
                 break
             fetcher = min(able, key=lambda other: (other.reading_bytes, len(other.reads)))
-            order = self._waiting[0].order
-            if self._send(fetcher, order):
-                fetcher.reads[order.number] = self._waiting.popleft()
-                fetcher.reading_bytes += order.length
-        for fetcher in self._fetchers[:]:
-            while fetcher.unneeded and fetcher.can_hear:
-                arena_id = next(iter(fetcher.unneeded))
-                if self._send(fetcher, fetches.DetachDelivery(arena_id)):
-                    fetcher.unneeded.discard(arena_id)
+            read = self._waiting.popleft()
+            fetcher.reads[read.order.number] = read
+            fetcher.reading_bytes += read.order.length
+            fetcher.send(read.order)
         while self._waiting_slabs:
-            able = [e for e in self._fetchers if e.can_hear and len(e.slabs) < SLABS_MAX]
+            able = [other for other in self._fetchers if len(other.slabs) < SLABS_MAX]
             if not able:
                 break
             fetcher = min(able, key=lambda other: len(other.slabs))
-            if self._give_slab(fetcher, self._waiting_slabs[0]):
-                self._waiting_slabs.popleft()
+            slab = self._waiting_slabs.popleft()
+            order = slab.order
+            assert isinstance(order, fetches.ReadSlab)
+            if order.arena_id not in fetcher.attached:
+                fetcher.attached.add(order.arena_id)
+                fetcher.send(fetches.AttachDelivery(order.arena_id), (slab.arena_fd,))
+            fetcher.slabs[order.number] = slab
+            fetcher.send(order)
 
-    def _give_slab(self, fetcher: _Fetcher, slab: _Read) -> bool:
-        order = slab.order
-        assert isinstance(order, fetches.ReadSlab)
-        if order.arena_id not in fetcher.attached:
-            attach = fetches.AttachDelivery(order.arena_id)
-            if not self._send(fetcher, attach, (slab.arena_fd,)):
-                return False
-            fetcher.attached.add(order.arena_id)
-        if not self._send(fetcher, order):
-            return False
-        fetcher.slabs[order.number] = slab
-        return True
-
-    def _send(
-        self, fetcher: _Fetcher, body: fetches.ToFetcherBody, descriptors: tuple[int, ...] = ()
-    ) -> bool:
-        if fetcher.is_ending:
-            return False
-        try:
-            local.send(fetcher.process.sock, fetches.ToFetcher(body), descriptors)
-        except BlockingIOError:
-            fetcher.has_room = False
-            return False
-        except PeerLost:
-            self._end(fetcher)
-            return False
-        return True
-
-    def _on_readable(self, fetcher: _Fetcher) -> None:
-        for _ in range(_MESSAGES_A_TURN):
-            try:
-                said, descriptors = local.receive(fetcher.process.sock, fetches.FromFetcher)
-            except BlockingIOError:
-                break
-            except DataplaneError:  # the fetcher is gone, or sent an invalid message
-                self._end(fetcher)
-                break
-            for fd in descriptors:
-                os.close(fd)
-            fetcher.has_room = True
-            self._hear(fetcher, said.body)
-            if fetcher.is_ending or self._closed:
-                return
-        self._dispatch()
-
-    def _hear(self, fetcher: _Fetcher, body: fetches.FromFetcherBody) -> None:
+    def _hear(self, fetcher: _Fetcher, said: fetches.FromFetcher) -> None:
+        body = said.body
         if isinstance(body, fetches.ReadEnded):
             fetcher.cpu_s = max(fetcher.cpu_s, body.cpu_s)
             fetcher.was_of_use, self._useless = True, 0
@@ -340,6 +290,7 @@ class Fetchers:
             read = read or fetcher.slabs.pop(body.number, None)
             if read is not None:
                 read.report(body)
+            self._dispatch()
         elif isinstance(body, fetches.KeptFound):
             fetcher.scanned(body)
         elif isinstance(body, StorePause):
@@ -371,17 +322,9 @@ class Fetchers:
 
     def _pause(self, pause: StorePause, source: _Fetcher | None) -> None:
         """Pass a pause on to all fetchers except its source."""
-        for fetcher in self._fetchers[:]:
+        for fetcher in self._fetchers:
             if fetcher is not source:
-                self._send(fetcher, pause)
-
-    def _end_hung(self, now: float) -> None:
-        for fetcher in self._fetchers[:]:
-            is_busy = fetcher.reads or fetcher.slabs or self._waiting
-            if is_busy and fetcher.process.is_hung(now, partial(self._send, fetcher, _PROBE)):
-                why = "it reads no messages: it is stopped, or stuck in a system call"
-                self._trace.failed("fetcher hung", pid=fetcher.process.pid, why=why)
-                self._end(fetcher)
+                fetcher.send(pause)
 
     def _retire(self) -> None:
         for fetcher in self._fetchers[::-1]:
@@ -392,9 +335,8 @@ class Fetchers:
                 self._end(fetcher)
 
     def _end(self, fetcher: _Fetcher) -> None:
-        if fetcher.is_ending or self._closed:
+        if fetcher.process.is_ending or self._closed:
             return
-        fetcher.is_ending = True
         self._fetchers.remove(fetcher)
         self._ending.add(fetcher)
         fetcher.process.end(partial(self._on_end, fetcher))

@@ -9,7 +9,6 @@ import ipaddress
 import os
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from msgspec import Struct
@@ -17,12 +16,12 @@ from msgspec import Struct
 from dataplane.arena.memfd import Arena
 from dataplane.base.trace import Trace
 from dataplane.model.config import PeerTls
-from dataplane.model.errors import ConfigError, DataplaneError, PeerLost
+from dataplane.model.errors import ConfigError
 from dataplane.model.records import Region
 from dataplane.neighbours.wire import KEY_BYTES
 from dataplane.node.dataset import Dataset
 from dataplane.plan.cluster import Owners, Weighed
-from dataplane.rpc import lending, local
+from dataplane.rpc import lending
 from dataplane.rpc.address import (
     NO_NEIGHBOURS,
     TcpAddress,
@@ -53,10 +52,9 @@ from dataplane.worker.process import HUNG_S, WorkerProcess, kill_all
 # 5. A lender that reads no messages, because it is stopped or stuck, is killed, and 3 applies.
 # 6. A new lender gets all arenas that are lent.
 
-_MESSAGES_A_TURN = 32
 _PAUSE_S, _PAUSE_S_MAX = 0.1, 10.0
 _NO_LIMIT = 0
-_PROBE = lending.ReturnArena((1 << 64) - 1)
+_PROBE = lending.ToLender(lending.ReturnArena((1 << 64) - 1))
 """Checks whether the lender reads messages; has no effect, since no arena has this number."""
 
 OnAsked = Callable[[lending.Asked], None]
@@ -90,7 +88,6 @@ class Lending:
         self._ending: WorkerProcess | None = None
         self._keys: dict[str, lending.LendingKeys] = {}
         self._arenas: dict[int, int] = {}
-        self._unsent: deque[lending.ToLenderBody] = deque()
         self._asked: set[int] = set()
         self._given: dict[int, tuple[After, bool]] = {}
         self._last_number = 0
@@ -142,7 +139,7 @@ class Lending:
         self.return_arena(arena_id)
         if not self._closed:
             self._arenas[arena_id] = os.dup(fd)
-            self._send(lending.LendArena(arena_id))
+            self._send(lending.LendArena(arena_id), (fd,))
 
     def return_arena(self, arena_id: int) -> None:
         """Stop giving regions of this arena; does nothing if the arena is not lent."""
@@ -193,9 +190,7 @@ class Lending:
     def tick(self) -> None:
         """Replace the lender if it hangs; call it about twice a second."""
         process, now = self._process, time.monotonic()
-        if process is not None and process.is_hung(now, lambda: self._send(_PROBE)):
-            why = "it reads no messages: it is stopped, or stuck in a system call"
-            self._trace.failed("lender hung", pid=process.pid, why=why)
+        if process is not None and process.is_hung(now, _PROBE, self._trace):
             self._end()
 
     def close(self) -> None:
@@ -205,10 +200,8 @@ class Lending:
         self._closed = True
         if self._restart is not None:
             self._restart.cancel()
-        self._stop_writing()
         left = [process for process in (self._process, self._ending) if process is not None]
-        for stuck in kill_all(left):
-            self._trace.failed("end of lender", pid=stuck.pid, why="stuck in kernel")
+        kill_all(left, self._trace)
         self._listener.close()
         while self._arenas:
             os.close(self._arenas.popitem()[1])
@@ -223,70 +216,22 @@ class Lending:
             self._trace.failed("no lender", why=error.strerror)
             self._spawn_later()
             return
-        process.on_readable(self._on_readable)
+        process.listen(lending.FromLender, self._hear, self._end)
         keys = tuple(self._keys.values())
         start = lending.StartLending(
             self._node_id, self._last_number + 1, *self._log, keys, self._tls
         )
-        descriptors = (self._arena.fd, self._listener.fileno())
-        try:
-            local.send(process.sock, lending.ToLender(start), descriptors)
-        except PeerLost:
-            self._end()
-            return
+        self._send(start, (self._arena.fd, self._listener.fileno()))
         self._trace.started("lender started")
-        for arena_id in self._arenas:
-            self._send(lending.LendArena(arena_id))
+        for arena_id, fd in self._arenas.items():
+            self._send(lending.LendArena(arena_id), (fd,))
 
-    def _send(self, body: lending.ToLenderBody) -> None:
-        if self._process is None:
-            return
-        self._unsent.append(body)
-        if len(self._unsent) == 1:
-            self._flush()
+    def _send(self, body: lending.ToLenderBody, descriptors: tuple[int, ...] = ()) -> None:
+        if self._process is not None:
+            self._process.send(lending.ToLender(body), descriptors)
 
-    def _flush(self) -> None:
-        process = self._process
-        if process is None:
-            return
-        try:
-            while self._unsent:
-                body = self._unsent[0]
-                if not isinstance(body, lending.LendArena):
-                    local.send(process.sock, lending.ToLender(body))
-                elif body.arena_id in self._arenas:  # the arena was not returned meanwhile
-                    fd = self._arenas[body.arena_id]
-                    local.send(process.sock, lending.ToLender(body), (fd,))
-                self._unsent.popleft()
-        except BlockingIOError:
-            self._loop.add_writer(process.sock.fileno(), self._flush)
-        except PeerLost:
-            self._end()
-        else:
-            self._stop_writing()
-
-    def _stop_writing(self) -> None:
-        if self._process is not None and self._process.sock.fileno() >= 0:
-            self._loop.remove_writer(self._process.sock.fileno())
-
-    def _on_readable(self) -> None:
-        for _ in range(_MESSAGES_A_TURN):
-            process = self._process
-            if process is None or self._closed:
-                return
-            try:
-                said, descriptors = local.receive(process.sock, lending.FromLender)
-            except BlockingIOError:
-                return
-            except DataplaneError:  # the lender is gone, or sent an invalid message
-                self._end()
-                return
-            for fd in descriptors:
-                os.close(fd)
-            self._hear(said.body)
-
-    def _hear(self, body: lending.FromLenderBody) -> None:
-        self._pause_s = _PAUSE_S
+    def _hear(self, said: lending.FromLender) -> None:
+        self._pause_s, body = _PAUSE_S, said.body
         if isinstance(body, lending.Given):
             if body.number in self._given:
                 after, is_data = self._given.pop(body.number)
@@ -301,10 +246,8 @@ class Lending:
         """End the lender, and ignore its messages. Its regions are free once it is gone."""
         if self._process is None or self._closed:
             return
-        self._stop_writing()
         process, self._process = self._process, None
         self._ending = process
-        self._unsent.clear()
         self._asked.clear()
         process.end(lambda status: self._on_end(process, status))
 

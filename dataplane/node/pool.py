@@ -21,7 +21,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -29,9 +28,9 @@ from typing import Self
 
 from dataplane.base.trace import Trace
 from dataplane.model.config import NodeConfig
-from dataplane.model.errors import ClosedError, ConfigError, DataplaneError, PeerLost
+from dataplane.model.errors import ClosedError, ConfigError, DataplaneError
 from dataplane.node.pool_worker import MANY, SPREAD_S, PoolTask, PoolWorker, TaskQueue
-from dataplane.rpc import local, tasks
+from dataplane.rpc import tasks
 from dataplane.worker.death import Cause, ProcessEnd, blame, nobody_alive
 from dataplane.worker.forking import fork_server
 from dataplane.worker.kernel import kernel
@@ -105,7 +104,7 @@ class WorkerPool:
     @property
     def pids(self) -> tuple[int, ...]:
         """The process ids of the workers that can work."""
-        return tuple(worker.process.pid for worker in self._workers if not worker.is_ending)
+        return tuple(worker.process.pid for worker in self._workers if not worker.process.is_ending)
 
     @property
     def worker_count(self) -> int:
@@ -141,7 +140,7 @@ class WorkerPool:
         being ended do not count, since they may hang in the kernel for ever.
         """
         tasks_now = [
-            worker.task for worker in self._workers if worker.task and not worker.is_ending
+            worker.task for worker in self._workers if worker.task and not worker.process.is_ending
         ]
         dataset_ids = {task.dataset.dataset_id for task in tasks_now}
         return frozenset(dataset_ids | self._queue.waiting) if dataset_ids else frozenset()
@@ -216,8 +215,7 @@ class WorkerPool:
             if timer is not None:
                 timer.cancel()
         left = [*self._workers, *self._retired]
-        for stuck in kill_all(worker.process for worker in left):
-            self._trace.failed("end of worker", pid=stuck.pid, why="stuck in kernel")
+        kill_all((worker.process for worker in left), self._trace)
         self._workers.clear()
         self._retired.clear()
         if is_first and self._loop is not None:
@@ -242,14 +240,14 @@ class WorkerPool:
         worker = PoolWorker(process, self._memory_bytes, next(self._numbers))
         self._workers.append(worker)
         self.start_count += 1
-        worker.process.on_readable(partial(self._on_readable, worker))
+        process.listen(tasks.Result, partial(self._hear, worker), partial(self._end, worker))
         self._trace.started("worker started", worker_count=len(self._workers))
         return worker
 
     def _dispatch(self) -> None:
         # Use numbers, not process ids: reading those waits while the fork server is starting.
         while idle := {worker.number: worker for worker in self._workers if worker.is_idle}:
-            able = [worker for worker in self._workers if not worker.is_ending]
+            able = [worker for worker in self._workers if not worker.process.is_ending]
             busy = {worker.number: worker.task for worker in able if worker.task is not None}
             now = time.monotonic()
             next_task = self._queue.take(list(idle), busy, len(able), now, self._enough)
@@ -277,36 +275,25 @@ class WorkerPool:
 
     def _send_next(self, worker: PoolWorker) -> None:
         """Send the first queued packet, unless the worker still owes an answer."""
-        if worker.waiting or worker.is_ending:
+        if worker.waiting or worker.process.is_ending:
             return
         worker.waiting = True
         body, descriptors = worker.packets[0]
         if worker.task is not None and body is worker.task.body:
             worker.task.sent = time.monotonic()
         try:
-            local.send(worker.process.sock, tasks.Task(body), descriptors)
-        except PeerLost:
-            self._on_death(worker)
+            worker.process.send(tasks.Task(body), descriptors)
         except ConfigError as error:  # the message is too large, and always will be
             self._on_result(worker, error)
 
-    def _on_readable(self, worker: PoolWorker) -> None:
-        try:
-            result, descriptors = local.receive(worker.process.sock, tasks.Result)
-        except BlockingIOError:
-            return
-        except DataplaneError:  # the worker is gone, or sent an invalid message
-            self._on_death(worker)
-            return
-        for fd in descriptors:
-            os.close(fd)
+    def _hear(self, worker: PoolWorker, result: tasks.Result) -> None:
         if not worker.waiting:
-            self._on_death(worker)
+            self._end(worker)
         elif isinstance(result.body, tasks.Reading):
             worker.reading = result.body
         elif isinstance(result.body, tasks.OutOfMemory):
             worker.end = ProcessEnd(Cause.OUT_OF_MEMORY, "reached its memory limit")
-            self._on_death(worker)
+            self._end(worker)
         else:
             self._on_result(worker, result.body)
 
@@ -339,13 +326,8 @@ class WorkerPool:
         self._quick_deaths = 0
         task.report(body)
 
-    def _on_death(self, worker: PoolWorker) -> None:
-        """End a worker that closed its connection, sent an invalid message or cannot continue."""
-        if not worker.is_ending:
-            self._end(worker)
-
     def _end(self, worker: PoolWorker) -> None:
-        worker.is_ending = True
+        """End a worker that is gone, sent an invalid message, cannot continue, or is surplus."""
         worker.process.end(partial(self._on_end, worker))
 
     def _on_end(self, worker: PoolWorker, status: int) -> None:
@@ -410,7 +392,7 @@ class WorkerPool:
             if worker.task is None:
                 continue
             if worker.is_stuck(now, self._task_timeout_s / worker.task.attempt_count):
-                self._on_death(worker)
+                self._end(worker)
             self._watch_soon()
 
     def _fail_all(self, task: PoolTask | None, end: ProcessEnd) -> None:

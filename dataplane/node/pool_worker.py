@@ -141,8 +141,6 @@ class PoolWorker(Struct, eq=False):
     jobs_done: int = 0
     waiting: bool = False
     is_up: bool = False
-    is_ending: bool = False
-    """The worker closed its connection or was killed, and its exit status was not collected yet."""
     reading: tasks.Reading | None = None
     """The block, image or step that the worker has reported last."""
     end: ProcessEnd | None = None
@@ -154,7 +152,7 @@ class PoolWorker(Struct, eq=False):
     @property
     def is_idle(self) -> bool:
         """Whether the worker is free to take a task."""
-        return self.task is None and not self.packets and not self.is_ending
+        return self.task is None and not self.packets and not self.process.is_ending
 
     def ask_whether_up(self) -> None:
         """Send any request: the answer shows that the worker has started up."""
@@ -260,7 +258,7 @@ class PoolWorker(Struct, eq=False):
         this periodically; time counts from the first call.
         """
         task = self.task
-        if task is None or self.is_ending or not self.process.has_started:
+        if task is None or self.process.is_ending or not self.process.has_started:
             self._watched = None
             return False
         if self._watched is None or self._watched[0] is not task:

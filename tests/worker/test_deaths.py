@@ -18,6 +18,7 @@ from pictures import drawn, encoded
 from pool_bench import MIB, ROOM, SLAB, Bench, arrow_shards, instead_of_workers, on_bench
 from undead import undead
 
+from dataplane.arena.memfd import Arena
 from dataplane.base import machine
 from dataplane.base.trace import Trace
 from dataplane.model.errors import (
@@ -43,7 +44,7 @@ from dataplane.worker.death import (
     nobody_alive,
 )
 from dataplane.worker.forking import fork_server
-from dataplane.worker.process import WorkerProcess
+from dataplane.worker.process import WorkerProcess, kill_all
 
 START = "from dataplane.worker import worker\n"
 SERVE = "worker.main(fd, 1 << 30)\n"
@@ -218,7 +219,7 @@ def test_a_worker_that_waits_for_a_processor_is_not_stuck_unless_it_calls_a_func
     monkeypatch.setattr(machine, "waited_for_processor_s", lambda _pid: waited)
 
     class Process:
-        pid, has_started = 1, True
+        pid, has_started, is_ending = 1, True, False
 
     worker = PoolWorker(Process(), 0, 1)  # type: ignore[arg-type]
     task = SimpleNamespace(unwanted_since=None, calls_function=calls_function)
@@ -325,6 +326,38 @@ def test_the_loop_turns_while_a_killed_worker_does_not_die() -> None:
         async with asyncio.timeout(60):
             await ended.wait()
         assert statuses == [-signal.SIGKILL]
+
+    with fork_server.held():
+        asyncio.run(play())
+
+
+def test_messages_that_a_socket_has_no_room_for_arrive_later_with_their_descriptors() -> None:
+    count, large = 60, bytes(100_000)
+
+    async def play() -> None:
+        process, heard = WorkerProcess.start(None), asyncio.Event()
+        answers: list[tasks.Result] = []
+
+        def hear(answer: tasks.Result) -> None:
+            answers.append(answer)
+            if len(answers) == count:
+                heard.set()
+
+        process.listen(tasks.Result, hear, heard.set)
+        os.kill(process.pid, signal.SIGSTOP)
+        for number in range(count // 3):
+            part = tasks.OpenDataset(number, "arrow", large, more=True)
+            process.send(tasks.Task(part))
+            arena = Arena.create("sent", 4096)
+            process.send(tasks.Task(tasks.AttachArena(number)), (arena.fd,))
+            arena.close()
+            process.send(tasks.Task(tasks.DetachArena(number)))
+        assert process._unsent
+        os.kill(process.pid, signal.SIGCONT)
+        async with asyncio.timeout(60):
+            await heard.wait()
+        assert {type(answer.body) for answer in answers} == {tasks.Done}
+        kill_all([process], Trace("test"))
 
     with fork_server.held():
         asyncio.run(play())
