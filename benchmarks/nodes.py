@@ -55,7 +55,14 @@ from dataplane.model.records import Region, StorePause
 from dataplane.neighbours import wire
 from dataplane.node.fetchers import Fetchers
 from dataplane.node.neighbours import Lending
-from dataplane.rpc.fetches import Neighbour, NeighbourGave, ReadRange, ReadTarget, StartFetching
+from dataplane.rpc.fetches import (
+    Neighbour,
+    NeighbourGave,
+    Peer,
+    ReadRange,
+    ReadTarget,
+    StartFetching,
+)
 from dataplane.rpc.lending import Asked
 from dataplane.rpc.tasks import BLOCK_ARENA
 from dataplane.store.outage import Outages, Pauses
@@ -182,8 +189,8 @@ async def lend(
     lender = Lending(listener, "lender", arena, trace, tls=tls)
     lender.serve(give)
     lender.keys("job", 1, KEY)
-    of = ("asker", "lender", bytes(16), 0, 0)
-    neighbour = Neighbour("{}:{}".format(*listener.getsockname()), "job", 1, KEY, *of)
+    address = "{}:{}".format(*listener.getsockname())
+    neighbour = Neighbour(Peer(address, "job", 1, KEY, "asker", "lender"), bytes(16), 0)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(

@@ -19,7 +19,7 @@ from dataplane.neighbours.line_tls import LineTls
 from dataplane.neighbours.wire import GIVEN_WHOLE, Outcome
 from dataplane.node.neighbours import Lending
 from dataplane.rpc import lending
-from dataplane.rpc.fetches import Neighbour
+from dataplane.rpc.fetches import Neighbour, Peer
 
 JOB, GENERATION, LENDER, ASKER = "a job", 3, "node-1", "node-2"
 DATASET = bytes(range(16))
@@ -104,18 +104,9 @@ class LendingNode:
         node_id: str = LENDER,
         address: str = "",
     ) -> Neighbour:
-        return Neighbour(
-            address or self.address,
-            job,
-            generation,
-            self.key if key is None else key,
-            ASKER,
-            node_id,
-            DATASET,
-            block,
-            offset,
-            form,
-        )
+        own_key = self.key if key is None else key
+        peer = Peer(address or self.address, job, generation, own_key, ASKER, node_id)
+        return Neighbour(peer, DATASET, block, offset, form)
 
     async def ask(self, neighbour: Neighbour, length: int = BLOCK_BYTES) -> bytes:
         """Return the neighbour's bytes; b"" if it refused."""

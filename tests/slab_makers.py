@@ -50,8 +50,8 @@ class Maker(LendingNode):
 
     def maker(
         self, *, key: bytes | None = None, address: str = "", node_id: str = LENDER
-    ) -> fetches.SlabMaker:
-        return fetches.SlabMaker(
+    ) -> fetches.Peer:
+        return fetches.Peer(
             address or self.address,
             JOB,
             GENERATION,
@@ -89,7 +89,7 @@ class Reader(Node):
 
     def order(
         self,
-        maker: fetches.SlabMaker,
+        maker: fetches.Peer,
         slot: int = 0,
         length: int = SLOT_BYTES,
         arena_id: int = READ,
@@ -99,7 +99,7 @@ class Reader(Node):
 
     async def slab(
         self,
-        maker: fetches.SlabMaker,
+        maker: fetches.Peer,
         slot: int = 0,
         length: int = SLOT_BYTES,
     ) -> fetches.ReadEnded:
@@ -141,7 +141,7 @@ async def reader(count: int = 1, tls: PeerTls | None = None) -> AsyncIterator[Re
 @contextmanager
 def false_maker(
     behave: Callable[[socket.socket, lending.Request], None],
-) -> Iterator[fetches.SlabMaker]:
+) -> Iterator[fetches.Peer]:
     """Has the key, hears each request, and then behaves like this; at the end it stays silent."""
     key, listener, socks = os.urandom(32), socket.create_server(("127.0.0.1", 0)), []
     threads: list[threading.Thread] = []
@@ -166,7 +166,7 @@ def false_maker(
     start(accept)
     try:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        yield fetches.SlabMaker(address, JOB, GENERATION, key, ASKER, "false")
+        yield fetches.Peer(address, JOB, GENERATION, key, ASKER, "false")
     finally:
         for sock in (listener, *socks):
             with suppress(OSError):

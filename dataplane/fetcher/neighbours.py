@@ -163,12 +163,13 @@ class NeighbourReads:
 
         Raises:  NeighbourGone.  EndedEarlyError.
         """
-        began, address = time.monotonic(), neighbour.address
+        began, peer = time.monotonic(), neighbour.peer
+        address = peer.address
         with self._lock:
             if not self._health.may_ask(address, began):
                 raise NeighbourGone(
-                    f"the node {neighbour.node_id} is left alone: it failed several times",
-                    peer=neighbour.node_id,
+                    f"the node {peer.node_id} is left alone: it failed several times",
+                    peer=peer.node_id,
                 )
         try:
             answer = self._lines.read(neighbour, into, race.hold, race.claim)
@@ -177,9 +178,7 @@ class NeighbourReads:
                 is_left_alone = self._health.failed(address, time.monotonic())
             if is_left_alone:
                 why = "it was too late" if race.is_over or race.is_cut_off else str(error)
-                _trace.failed(
-                    "neighbour left alone", node=neighbour.node_id, address=address, why=why
-                )
+                _trace.failed("neighbour left alone", node=peer.node_id, address=address, why=why)
                 self._lines.cut_off(address)
             if race.is_over:
                 raise EndedEarlyError from None
@@ -202,7 +201,8 @@ class NeighbourReads:
             late_s = self._hedging.late_s(length)
             if now - began < (LATE_S if math.isinf(late_s) else late_s):
                 return False
-            return self._health.is_silent(neighbour.address, began) or self._hedging.spend(length)
+            is_silent = self._health.is_silent(neighbour.peer.address, began)
+            return is_silent or self._hedging.spend(length)
 
     def close(self) -> None:
         """Close idle connections. May be called twice."""

@@ -308,7 +308,7 @@ class Reads:
             read.ends = ends
             return True
         if read.asks_for_decoded:
-            who = neighbour.node_id
+            who = neighbour.peer.node_id
             raise NeighbourGone(f"the node {who} refused the decoded block", peer=who)
         return False
 

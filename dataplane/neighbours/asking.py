@@ -35,7 +35,7 @@ from dataplane.neighbours.line_tls import LINE_BYTES_MAX, LineTls, why_refused
 from dataplane.neighbours.wire import HANDSHAKE_S, Answer, Outcome, Receipt
 from dataplane.rpc.address import TcpAddress, parse
 from dataplane.rpc.bounds import check_data_address
-from dataplane.rpc.fetches import Neighbour, ReadSlab, SlabMaker
+from dataplane.rpc.fetches import Neighbour, Peer, ReadSlab
 from dataplane.rpc.lending import NO_DATASET, Request
 
 # -- receiving -------------------------------------------------------------------------------------
@@ -159,8 +159,6 @@ OPENINGS_MAX = 4
 connections of a host with more than 32 connections that have not sent a proof yet.
 """
 
-_Key = tuple[str, str, int, str, str]
-_Peer = Neighbour | SlabMaker
 Hold = Callable[[socket.socket], None]
 """Called with the socket before a request is sent over it. May raise."""
 Claim = Callable[[], None]
@@ -250,7 +248,7 @@ class Lines:
     def __init__(self, tls: LineTls | None = None) -> None:
         self._tls = tls
         self._lock = threading.Lock()
-        self._idle: dict[_Key, list[_Line]] = {}
+        self._idle: dict[Peer, list[_Line]] = {}
         self._busy: dict[str, set[_Line]] = {}
         self._openings = Openings()
         weakref.finalize(self, _close_all, self._idle).atexit = False
@@ -282,7 +280,7 @@ class Lines:
 
         of_block = neighbour.dataset, neighbour.block, neighbour.offset
         request = Request(0, *of_block, length, neighbour.form, count)
-        return self._use(neighbour, [request], _ANSWER_S, parts, hold, claim)
+        return self._use(neighbour.peer, [request], _ANSWER_S, parts, hold, claim)
 
     def read_slab(self, order: ReadSlab, place: Place, hold: Hold) -> Answer:
         """Request a slab, and read it into the memory of `place` if it is sent. The slab's note is
@@ -304,9 +302,9 @@ class Lines:
         """Close all connections with this address; the calls that use them fail."""
         with self._lock:
             busy = [*self._busy.get(address, ())]
-            idle = [key for key in self._idle if key[0] == address]
-            for key in idle:
-                for line in self._idle.pop(key):
+            idle = [peer for peer in self._idle if peer.address == address]
+            for peer in idle:
+                for line in self._idle.pop(peer):
                     line.sock.close()
             for line in busy:
                 _shut(line.sock)
@@ -318,7 +316,7 @@ class Lines:
 
     def _use(
         self,
-        peer: _Peer,
+        peer: Peer,
         requests: Sequence[Request],
         answer_s: float,
         parts: _Parts,
@@ -357,7 +355,7 @@ class Lines:
             raise _gone(peer, str(cause)) from cause
 
     @contextlib.contextmanager
-    def _held(self, peer: _Peer, hold: Hold) -> Iterator[_Line]:
+    def _held(self, peer: Peer, hold: Hold) -> Iterator[_Line]:
         """Open a connection, or take an idle one. After the block the connection is used again if
         it `is_whole`.
 
@@ -378,10 +376,10 @@ class Lines:
             if line.is_stale:
                 self._drop_idle(peer)
 
-    def _line(self, peer: _Peer) -> tuple[_Line, bool]:
+    def _line(self, peer: Peer) -> tuple[_Line, bool]:
         """Return an idle connection, or a new one that is not connected."""
         with self._lock:
-            waiting = self._idle.get(_key(peer))
+            waiting = self._idle.get(peer)
             if not waiting or time.monotonic() - waiting[-1].idle_since >= _IDLE_S:
                 self._drop_old()
             else:
@@ -398,29 +396,29 @@ class Lines:
     def _drop_old(self) -> None:
         """Close connections that were idle for `_IDLE_S`, including those of former generations."""
         oldest = time.monotonic() - _IDLE_S
-        for key, waiting in [*self._idle.items()]:
+        for peer, waiting in [*self._idle.items()]:
             kept = [line for line in waiting if line.idle_since > oldest]
             for line in waiting[: len(waiting) - len(kept)]:  # `waiting` is sorted by last use
                 line.sock.close()
             if kept:
-                self._idle[key] = kept
+                self._idle[peer] = kept
             else:
-                del self._idle[key]
+                del self._idle[peer]
 
-    def _drop_idle(self, peer: _Peer) -> None:
+    def _drop_idle(self, peer: Peer) -> None:
         """Close the idle connections to a neighbour, after one of them was found dead."""
         with self._lock:
-            for line in self._idle.pop(_key(peer), ()):
+            for line in self._idle.pop(peer, ()):
                 line.sock.close()
 
-    def _give_back(self, peer: _Peer, line: _Line, *, is_whole: bool) -> None:
+    def _give_back(self, peer: Peer, line: _Line, *, is_whole: bool) -> None:
         with self._lock:
             busy = self._busy[peer.address]
             busy.discard(line)
             if not busy:
                 del self._busy[peer.address]
             if is_whole:
-                waiting = self._idle.setdefault(_key(peer), [])
+                waiting = self._idle.setdefault(peer, [])
                 line.idle_since = time.monotonic()
                 waiting.append(line)
                 if len(waiting) <= _IDLE_MAX:
@@ -429,17 +427,7 @@ class Lines:
             line.sock.close()
 
 
-def _key(peer: _Peer) -> _Key:
-    return (
-        peer.address,
-        peer.job_id,
-        peer.generation,
-        peer.own_id,
-        peer.node_id,
-    )
-
-
-def _address(peer: _Peer) -> TcpAddress:
+def _address(peer: Peer) -> TcpAddress:
     """Return the address at which a neighbour listens: an IP address, since the coordinator passes
     on no host names.
 
@@ -451,7 +439,7 @@ def _address(peer: _Peer) -> TcpAddress:
     return address
 
 
-def _open(line: _Line, peer: _Peer, tls: LineTls | None) -> None:
+def _open(line: _Line, peer: Peer, tls: LineTls | None) -> None:
     """Connect, and make the handshake, in which both sides prove that they have the key.
 
     Raises:  OSError, WrongFrameError.
@@ -489,14 +477,13 @@ def _shut(sock: socket.socket) -> None:
         return  # the socket is already closed
 
 
-def _gone(peer: _Peer, why: str) -> NeighbourGone:
-    what = "block" if isinstance(peer, Neighbour) else "slab"
+def _gone(peer: Peer, why: str) -> NeighbourGone:
     return NeighbourGone(
-        f"the node {peer.node_id} at {peer.address} sent no {what}: {why}", peer=peer.node_id
+        f"the node {peer.node_id} at {peer.address} sent nothing: {why}", peer=peer.node_id
     )
 
 
-def _close_all(idle: dict[_Key, list[_Line]]) -> None:
+def _close_all(idle: dict[Peer, list[_Line]]) -> None:
     for waiting in idle.values():
         for line in waiting:
             line.sock.close()

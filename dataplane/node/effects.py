@@ -341,7 +341,7 @@ class _Delegated(Struct, eq=False):
 
     delivery: DeliveryArena
     opening: Raw
-    makers: dict[str, fetches.SlabMaker] = field(default_factory=dict)
+    makers: dict[str, fetches.Peer] = field(default_factory=dict)
 
 
 class Delegating:

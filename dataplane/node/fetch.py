@@ -88,7 +88,7 @@ class BlockRead(Struct, frozen=True):
         if len(others) == RUN_BLOCKS_MAX or RUN_PARTS * length > arena_bytes:
             return False
         is_run = self.is_whole and last.is_whole and self.block == last.block + 1
-        return is_run and own.node_id == last.neighbour.node_id
+        return is_run and own.peer == last.neighbour.peer
 
     @property
     def is_whole(self) -> bool:

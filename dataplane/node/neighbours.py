@@ -31,7 +31,7 @@ from dataplane.rpc.address import (
     parse,
     resolve,
 )
-from dataplane.rpc.fetches import Neighbour, SlabMaker
+from dataplane.rpc.fetches import Neighbour, Peer
 from dataplane.rpc.membership import JobNodes, KnownNodes, NeighbourNode
 from dataplane.rpc.tasks import BLOCK_ARENA
 from dataplane.worker.forking import fork_server
@@ -479,14 +479,13 @@ class KnownNeighbours:
                 return self._owner(known, known.owners, dataset, block)
         return None
 
-    def makers(self, job_id: str) -> Sequence[SlabMaker]:
+    def makers(self, job_id: str) -> Sequence[Peer]:
         """Return the other nodes that make slabs of a job on request."""
         known = self._known.get(job_id)
         if known is None:
             return ()
-        job = job_id, known.nodes.generation, known.nodes.key, self._own_id
         return [
-            SlabMaker(node.address, *job, node.node_id)
+            self._peer(known.nodes, node)
             for node in known.nodes.nodes
             if node.worker_count and node.node_id != self._own_id
         ]
@@ -499,14 +498,7 @@ class KnownNeighbours:
         owner = known.lenders[owners.of(dataset.digest, shard, offset)]
         if owner.node_id == self._own_id:
             return None
-        return Neighbour(
-            owner.address,
-            known.nodes.job_id,
-            known.nodes.generation,
-            known.nodes.key,
-            self._own_id,
-            owner.node_id,
-            dataset.digest,
-            block,
-            offset=0,
-        )
+        return Neighbour(self._peer(known.nodes, owner), dataset.digest, block)
+
+    def _peer(self, of: JobNodes, node: NeighbourNode) -> Peer:
+        return Peer(node.address, of.job_id, of.generation, of.key, self._own_id, node.node_id)

@@ -40,7 +40,7 @@ from dataplane.node.neighbours import Lending
 from dataplane.node.places import pause
 from dataplane.plan.manifest import Manifest
 from dataplane.rpc.base import Coordination
-from dataplane.rpc.fetches import Neighbour
+from dataplane.rpc.fetches import Neighbour, Peer
 from dataplane.rpc.lending import NO_DATASET, Asked
 from dataplane.rpc.messages import DatasetSource
 from dataplane.rpc.sharing import (
@@ -418,13 +418,13 @@ class SharedManifests:
 
         tls = self._config.data_tls
         lines = Lines(None if tls is None else LineTls(tls))
-        peer = Neighbour(
+        peer = Peer(
             answer.address, answer.line, answer.generation, answer.key, self._node_id,
-            answer.node_id, NO_DATASET, 0, 0,
+            answer.node_id,
         )  # fmt: skip
         try:
             head = bytearray(HEAD_BYTES)
-            await _read_piece(lines, peer, head)
+            await _read_piece(lines, peer, 0, head)
             length = int.from_bytes(head, "little")
             if not 0 < length <= MANIFEST_BYTES_MAX:
                 raise NeighbourGone(
@@ -434,24 +434,23 @@ class SharedManifests:
             content = bytearray()
             while len(content) < length:
                 piece = bytearray(min(_PIECE_BYTES, length - len(content)))
-                at = HEAD_BYTES + len(content)
-                await _read_piece(lines, replace(peer, offset=at), piece)
+                await _read_piece(lines, peer, HEAD_BYTES + len(content), piece)
                 content += piece
         finally:
             lines.close()
         return content
 
 
-async def _read_piece(lines: Lines, peer: Neighbour, into: bytearray) -> None:
-    """Read a piece of a manifest.
+async def _read_piece(lines: Lines, peer: Peer, at: int, into: bytearray) -> None:
+    """Read the piece of a manifest that begins at this byte.
 
     Raises:  NeighbourGone.
     """
     loop = asyncio.get_running_loop()
-    began = loop.time()
+    began, piece = loop.time(), Neighbour(peer, NO_DATASET, 0, at)
     while True:
         view = memoryview(into)
-        answer = await asyncio.to_thread(lines.read, peer, [view])
+        answer = await asyncio.to_thread(lines.read, piece, [view])
         if answer.outcome is Outcome.GIVEN:
             return
         if loop.time() - began > _REFUSED_S:

@@ -37,25 +37,31 @@ class ReadTarget(Message, frozen=True):
     into: Region
 
 
-class Neighbour(Message, frozen=True):
-    """The node that owns a block, and the bytes of the block to request from that node. If the node
-    does not send them, RAW bytes are read from the store, and a read of DECODED bytes ends with
-    NeighbourGone.
-    """
+class Peer(Message, frozen=True):
+    """Another node of a job, and the key for connections between it and this node."""
 
     address: str  # "host:port" of its data connections
     job_id: str
     generation: Unsigned  # of the job
     key: bytes  # 32 bytes, for this generation of the job
     own_id: str  # of this node
-    node_id: str  # of the neighbour
-    dataset: bytes  # 16 bytes: digest of the manifest and of the way in which shards are read
-    block: Unsigned  # number of the block within the dataset
-    offset: Unsigned  # in the block
-    form: BlockForm = BlockForm.RAW
+    node_id: str
 
     def __repr__(self) -> str:
-        return f"Neighbour({self.node_id!r} at {self.address!r}, block={self.block})"  # no key
+        return f"Peer({self.node_id!r} at {self.address!r})"  # no key
+
+
+class Neighbour(Message, frozen=True):
+    """The node that owns a block, and the bytes of the block to request from that node. If the node
+    does not send them, RAW bytes are read from the store, and a read of DECODED bytes ends with
+    NeighbourGone.
+    """
+
+    peer: Peer
+    dataset: bytes  # 16 bytes: digest of the manifest and of the way in which shards are read
+    block: Unsigned  # number of the block within the dataset
+    offset: Unsigned = 0  # in the block
+    form: BlockForm = BlockForm.RAW
 
 
 class ReadRange(Message, frozen=True):
@@ -234,25 +240,11 @@ class PartsRead(Message, frozen=True):
     contents: tuple[bytes | None, ...]
 
 
-class SlabMaker(Message, frozen=True):
-    """A node that makes slabs for this node, and the key for connections between the two."""
-
-    address: str  # "host:port" of its data connections
-    job_id: str
-    generation: Unsigned  # of the job
-    key: bytes  # 32 bytes, for this generation of the job
-    own_id: str  # of this node
-    node_id: str  # of the maker
-
-    def __repr__(self) -> str:
-        return f"SlabMaker({self.node_id!r} at {self.address!r})"  # no key
-
-
 class ReadSlab(Message, frozen=True):
     """Have a maker make a slab, and read the slab into an arena."""
 
     number: Unsigned  # chosen by the node, never reused
-    maker: SlabMaker
+    maker: Peer
     request: bytes  # an encoded MakeSlab, without `opening`
     request_opening: bytes  # the same with `opening`
     arena_id: Unsigned  # an arena of AttachDelivery

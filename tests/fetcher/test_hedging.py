@@ -19,7 +19,7 @@ from dataplane.fetcher.neighbours import (
     NeighbourHealth,
     NeighbourReads,
 )
-from dataplane.rpc.fetches import Neighbour
+from dataplane.rpc.fetches import Neighbour, Peer
 
 SIZE = 8 << 20
 
@@ -102,11 +102,11 @@ def test_a_neighbour_is_silent_until_it_answers_anybody() -> None:
 
 def test_what_waits_for_a_silent_neighbour_is_hedged_without_a_budget() -> None:
     reads, length = NeighbourReads(), 8 << 20
-    neighbour = Neighbour("host:1", "job", 1, bytes(32), "a", "b", bytes(16), 0, 0)
+    neighbour = Neighbour(Peer("host:1", "job", 1, bytes(32), "a", "b"), bytes(16), 0)
     assert not reads.is_to_hedge(neighbour, length, 10.0, 10.0 + LATE_S / 2)
     for _ in range(9):
         assert reads.is_to_hedge(neighbour, length, 10.0, 10.0 + LATE_S)
-    reads._health.answered(neighbour.address, 10.5)  # it is slow, but there
+    reads._health.answered(neighbour.peer.address, 10.5)  # it is slow, but there
     assert not reads.is_to_hedge(neighbour, length, 10.0, 10.0 + LATE_S)
     for _ in range(50):
         reads._hedging.ended(length, 0.1)

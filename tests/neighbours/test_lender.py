@@ -35,7 +35,7 @@ from dataplane.model.errors import PeerLost
 from dataplane.model.records import Region
 from dataplane.neighbours import wire
 from dataplane.rpc import lending
-from dataplane.rpc.fetches import Neighbour
+from dataplane.rpc.fetches import Neighbour, Peer
 
 __all__ = ["bench", "every_line_is_written"]
 
@@ -122,7 +122,7 @@ def test_a_lender_without_the_key_learns_nothing(
     """The asker closes the connection before it proves or asks anything."""
     with socket.create_server(("127.0.0.1", 0)) as impostor:
         host, port = impostor.getsockname()
-        neighbour = Neighbour(f"{host}:{port}", "job", 2, KEY, "a", "lender", bytes(16), 0, 0)
+        neighbour = Neighbour(Peer(f"{host}:{port}", "job", 2, KEY, "a", "lender"), bytes(16), 0)
         failed: list[str] = []
 
         def ask() -> None:

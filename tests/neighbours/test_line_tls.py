@@ -42,7 +42,7 @@ from dataplane.neighbours.entrance import Entrance
 from dataplane.neighbours.line_tls import LineTls
 from dataplane.neighbours.wire import ONE_SIDE
 from dataplane.rpc import lending
-from dataplane.rpc.fetches import Neighbour
+from dataplane.rpc.fetches import Neighbour, Peer
 from dataplane.security.tls import TlsFiles
 
 __all__ = ["every_line_is_written"]
@@ -91,7 +91,7 @@ def bench(run_mark: str, caplog: pytest.LogCaptureFixture, certified: Certified)
 
 def neighbour(bench: Bench) -> Neighbour:
     host, port = bench.address
-    return Neighbour(f"{host}:{port}", "job", 2, KEY, "asker", "lender", bytes(16), 0, 0)
+    return Neighbour(Peer(f"{host}:{port}", "job", 2, KEY, "asker", "lender"), bytes(16), 0)
 
 
 def read(bench: Bench, lines: Lines, length: int) -> bytes:

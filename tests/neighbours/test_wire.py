@@ -14,7 +14,7 @@ from dataplane.model.records import BlockForm, Region
 from dataplane.neighbours import wire
 from dataplane.neighbours.connection import BodyBytes, InFlight, Limits
 from dataplane.neighbours.wire import Answer, Outcome, WrongFrameError
-from dataplane.rpc.fetches import Neighbour, ReadRange, ToFetcher
+from dataplane.rpc.fetches import Neighbour, Peer, ReadRange, ToFetcher
 from dataplane.rpc.lending import NO_DATASET, LendingKeys, Request, ToLender
 
 u64 = st.integers(0, 2**64 - 1)
@@ -190,7 +190,7 @@ def test_both_sides_need_the_same_key(
 
 def test_a_key_shows_in_no_value() -> None:
     key = bytes(range(32))
-    neighbour = Neighbour("host:1", "job", 1, key, "a", "b", bytes(16), 0, 0)
+    neighbour = Neighbour(Peer("host:1", "job", 1, key, "a", "b"), bytes(16), 0)
     read = ReadRange(1, "s3://b/k", 0, "", 0, Region(0, 1), neighbour=neighbour)
     for value in (read, ToFetcher(read), ToLender(LendingKeys("job", 1, key))):
         assert repr(key) not in f"{value!r} {value}"

@@ -25,8 +25,8 @@ from dataplane.scheduler.events import GiveUpSlab
 DIGEST, ROOM, PLACE = "d" * 32, 4096, Topology(1, 2, 1, 2, 1, 2)
 WEIGHTS = MixHistory((ShareChange(0, 0, (1, 2)), ShareChange(3, 64, (2, 1))), 90)
 AT = Stream(3, 64, 1, 2, step_stride=2, mix=WEIGHTS)
-MAKER = fetches.SlabMaker("10.0.0.2:1", "job", 1, bytes(32), "own", "maker")
-OTHER = fetches.SlabMaker("10.0.0.3:1", "job", 1, bytes(32), "own", "other")
+MAKER = fetches.Peer("10.0.0.2:1", "job", 1, bytes(32), "own", "maker")
+OTHER = fetches.Peer("10.0.0.3:1", "job", 1, bytes(32), "own", "other")
 
 
 class Reads:
@@ -53,10 +53,10 @@ class Reads:
 class Makers:
     """The other nodes."""
 
-    def __init__(self, *makers: fetches.SlabMaker) -> None:
-        self.found: Sequence[fetches.SlabMaker] = makers
+    def __init__(self, *makers: fetches.Peer) -> None:
+        self.found: Sequence[fetches.Peer] = makers
 
-    def makers(self, job_id: str, /) -> Sequence[fetches.SlabMaker]:
+    def makers(self, job_id: str, /) -> Sequence[fetches.Peer]:
         return self.found if job_id == "job" else ()
 
 
@@ -184,7 +184,7 @@ def test_makers_come_and_go(delegated: Delegated) -> None:
     told = delegated.told[-1]
     assert isinstance(told, events.SlabAssembled)
     assert isinstance(told.result, NeighbourGone)
-    newer = fetches.SlabMaker("10.0.0.3:1", "job", 2, bytes([1] * 32), "own", "other")
+    newer = fetches.Peer("10.0.0.3:1", "job", 2, bytes([1] * 32), "own", "other")
     delegated.makers.found = (newer,)
     count = len(delegated.told)
     delegated.delegating.nodes_changed("job")

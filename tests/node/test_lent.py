@@ -30,14 +30,14 @@ from dataplane.rpc.fetches import (
     NeighbourGave,
     Outcome,
     PartlyGiven,
+    Peer,
     ReadBody,
     ReadTarget,
-    SlabMaker,
 )
 from dataplane.rpc.lending import Asked, Request
 from dataplane.scheduler import events
 
-LENDER = Neighbour("host:1", "job", 1, bytes(32), "own", "node-1", bytes(16), 0, 0)
+LENDER = Neighbour(Peer("host:1", "job", 1, bytes(32), "own", "node-1"), bytes(16), 0)
 
 
 class Answers:
@@ -51,7 +51,7 @@ class Answers:
     def owner_of(self, dataset: Dataset, block: int, _jobs: object) -> Neighbour | None:
         return replace(LENDER, block=block)
 
-    def makers(self, job_id: str) -> Sequence[SlabMaker]:
+    def makers(self, job_id: str) -> Sequence[Peer]:
         return ()
 
     def _answer(self, number: int, answer: object) -> None:

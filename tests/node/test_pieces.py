@@ -178,7 +178,7 @@ class DiskBefore:
     def close(self) -> None: ...
 
 
-NEIGHBOUR = fetches.Neighbour("10.0.0.1:7", "j", 1, b"k", "own", "other", DATASET, 7, 0)
+NEIGHBOUR = fetches.Neighbour(fetches.Peer("10.0.0.1:7", "j", 1, b"k", "own", "other"), DATASET, 7)
 PIECES = (Region(100, 30), Region(500, 20))
 
 
