@@ -178,7 +178,7 @@ async def lend(
             Region(number * block_bytes, request.length // request.count)
             for number in range(request.block, request.block + request.count)
         ]
-        ends = (wire.GIVEN_WHOLE,) * request.count if more else ()
+        ends = (wire.GIVEN_WHOLE,) * request.count
         lender.give(message.number, first, more=tuple(more), ends=ends)
 
     enter(lends)

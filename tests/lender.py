@@ -89,6 +89,10 @@ class LendingNode:
         first, *more = regions or [Region(0, 0)]
         self.lending.give(asked.number, first, more=tuple(more), ends=tuple(ends))
 
+    def give_decoded(self, asked: lending.Asked, length: int) -> None:
+        """Only the decoded block is here, of this length."""
+        self.lending.give(asked.number, Region(0, 0), ends=(length,))
+
     def block(self, number: int, offset: int = 0, length: int = BLOCK_BYTES) -> bytes:
         return bytes(self.arena.view(number * BLOCK_BYTES + offset, length))
 

@@ -111,7 +111,7 @@ class Bench:
     def lends(self, sock: socket.socket, number: int = 1) -> None:
         """An honest neighbour gets what it asks for over this connection."""
         asked = self.ask(sock, 1000, number)
-        self.tell(lending.Give(asked.number, Region(4096, 1000)))
+        self.tell(lending.Give(asked.number, Region(4096, 1000), ends=(wire.GIVEN_WHOLE,)))
         assert wire.unpack_answer(frame(sock), request(1000, number)).length == 1000
         assert received(sock, 1000) == bytes(self.arena.view(4096, 1000))
         sock.sendall(wire.pack(wire.Receipt(number)))

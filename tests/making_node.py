@@ -12,8 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct, structs
-from msgspec.structs import replace
+from msgspec import Raw, Struct, structs
 from openings import opening
 
 from dataplane.arena.memfd import Arena
@@ -56,7 +55,7 @@ MIB = 1 << 20
 SLOT_BYTES = 1 << 16
 DEADLINE_S = 120
 JOB = "a job"
-REFUSED, UNKNOWN = "refused", "unknown"
+REFUSED = "refused"
 
 Pieces = list[list[bytes]]
 """Of one batch: the bytes of each piece of each column."""
@@ -89,17 +88,20 @@ class KeptSlabs:
         region: Region,
         arena_id: int,
         note: bytes,
+        *,
+        ends: tuple[int, ...],
         after: Callable[[], object] = bool,
     ) -> None:
+        assert ends == ()
         self._once(number)
         self.after[number] = after
         result = decode(FromNode, note).body
         self.answers[number] = Given(result, self._at(arena_id, region), arena_id, region)
         self.read.add(number)
 
-    def refuse(self, number: int, *, is_unknown: bool = False) -> None:
+    def refuse(self, number: int) -> None:
         self._once(number)
-        self.answers[number] = UNKNOWN if is_unknown else REFUSED
+        self.answers[number] = REFUSED
 
     def lend_arena(self, arena_id: int, fd: int) -> None:
         assert arena_id not in self.arenas
@@ -160,11 +162,12 @@ class MakerNode:
     def wanted(self, first: int, count: int = 1, **others: Any) -> MakeSlab:
         """A request for these steps."""
         place = {"epoch": 0, "cursor": 0, "dp_rank": 0, "dp_size": 1, "step_stride": 1}
-        of_node = {"slot_bytes": SLOT_BYTES, "opening": None, "software": self.software}
+        opening = Raw(encode(self.request))
+        of_node = {"slot_bytes": SLOT_BYTES, "opening": opening, "software": self.software}
         fields = place | of_node | others
         stream = Stream(**{name: fields.pop(name) for name in (*place, "mix") if name in fields})
         steps = StepRange(first, count)
-        return MakeSlab(digest=self.spec.digest(), stream=stream, steps=steps, **fields)
+        return MakeSlab(self.spec.digest(), stream, steps, **fields)
 
     def ask(
         self,
@@ -204,8 +207,6 @@ class MakerNode:
             found = await self.answer(number)
             if isinstance(found, Given):
                 return number, found
-            if found == UNKNOWN:
-                wanted = replace(wanted, opening=self.request)
             await asyncio.sleep(0.001)
 
     def given(self, number: int) -> None:

@@ -23,7 +23,7 @@ MADE, READ = 7, 9
 """The numbers of the delivery arenas of maker and reader."""
 SLOT_BYTES = 1 << 20
 SLOTS = 4
-REQUEST, OPENING = b"a slab", b"a slab, and how to open its job"
+REQUEST = b"a slab"
 
 
 class Maker(LendingNode):
@@ -40,13 +40,7 @@ class Maker(LendingNode):
         self.answer = self.give_slab
 
     def give_slab(self, asked: lending.Asked) -> None:
-        self.lending.give(asked.number, Region(0, self.length), MADE, self.note)
-
-    def unknown_unless_opening(self, asked: lending.Asked) -> None:
-        if asked.request.slab == OPENING:
-            self.give_slab(asked)
-        else:
-            self.lending.refuse(asked.number, is_unknown=True)
+        self.lending.give(asked.number, Region(0, self.length), MADE, self.note, ends=())
 
     def maker(
         self, *, key: bytes | None = None, address: str = "", node_id: str = LENDER
@@ -95,7 +89,7 @@ class Reader(Node):
         arena_id: int = READ,
     ) -> fetches.ReadSlab:
         into = Region(slot * SLOT_BYTES, length)
-        return fetches.ReadSlab(0, maker, REQUEST, OPENING, arena_id, into)
+        return fetches.ReadSlab(0, maker, REQUEST, arena_id, into)
 
     async def slab(
         self,

@@ -24,7 +24,7 @@ from dataplane.base.trace import Trace
 from dataplane.model.errors import NeighbourGone
 from dataplane.neighbours.asking import Lines
 from dataplane.neighbours.line_tls import LineTls
-from dataplane.neighbours.wire import GIVEN_WHOLE, NOT_GIVEN, Outcome
+from dataplane.neighbours.wire import NOT_GIVEN
 from dataplane.rpc.fetches import Neighbour
 from dataplane.store.reads import EndedEarlyError, Race
 
@@ -188,12 +188,9 @@ class NeighbourReads:
         now = time.monotonic()
         with self._lock:
             self._health.answered(address, now)
-            if answer.outcome is Outcome.GIVEN:
+            if answer.length:
                 self._hedging.ended(answer.length, now - began)
-        if answer.outcome is Outcome.ONLY_DECODED:
-            return (answer.length,)
-        end = GIVEN_WHOLE if answer.outcome is Outcome.GIVEN else NOT_GIVEN
-        return answer.ends or (end,) * len(into)
+        return answer.ends or (NOT_GIVEN,) * len(into)
 
     def is_to_hedge(self, neighbour: Neighbour, length: int, began: float, now: float) -> bool:
         """Whether to read from the store as well; if so, charge the read to the budget."""

@@ -210,34 +210,29 @@ class _Line(Struct, eq=False):
     """Whether the last answer was read completely, so that the connection can be used again."""
     is_stale: bool = False
 
-    def ask(self, requests: Sequence[Request], deadline: float) -> Answer | None:
-        """Return the answer to the first request, or to the next request if the answer is UNKNOWN.
-        Return None if the neighbour has closed the connection while it was idle, which may happen
-        at any moment.
+    def ask(self, request: Request, deadline: float) -> Answer | None:
+        """Return the answer to a request. Return None if the neighbour has closed the connection
+        while it was idle, which may happen at any moment.
 
         Raises:  OSError, WrongFrameError.  ConfigError: the request is too long to be sent.
         """
+        if len(request.slab) > wire.BODY_BYTES_MAX:
+            raise ConfigError(
+                f"a request of {len(request.slab)} bytes is over the limit of "
+                f"{wire.BODY_BYTES_MAX}: name fewer urls (a prefix, a glob or a manifest) "
+                "or fewer columns"
+            )
+        self.number += 1
+        numbered = replace(request, number=self.number)
+        most = wire.SMALL_BYTES_MAX + (wire.NOTE_BYTES_MAX if request.slab else 0)
         try:
-            for request in requests:
-                if len(request.slab) > wire.BODY_BYTES_MAX:
-                    raise ConfigError(
-                        f"a request of {len(request.slab)} bytes is over the limit of "
-                        f"{wire.BODY_BYTES_MAX}: name fewer urls (a prefix, a glob or a manifest) "
-                        "or fewer columns"
-                    )
-                self.number += 1
-                numbered = replace(request, number=self.number)
-                send(self.sock, wire.pack(numbered), deadline)
-                most = wire.SMALL_BYTES_MAX + (wire.NOTE_BYTES_MAX if request.slab else 0)
-                answer = wire.unpack_answer(receive_frame(self.sock, most, deadline), numbered)
-                if answer.outcome is not Outcome.UNKNOWN:
-                    return answer
+            send(self.sock, wire.pack(numbered), deadline)
+            return wire.unpack_answer(receive_frame(self.sock, most, deadline), numbered)
         except ConnectionError:
             if self.is_new:
                 raise
             self.is_stale = True
             return None
-        return Answer(self.number, Outcome.REFUSED)
 
 
 class Lines:
@@ -270,8 +265,6 @@ class Lines:
         length, count = sum(map(len, into)), len(into)
 
         def parts(answer: Answer) -> Sequence[memoryview]:
-            if count == 1:
-                return into
             ends = zip(into, answer.ends, strict=True)
             sent = [part for part, end in ends if end == wire.GIVEN_WHOLE]
             if sum(map(len, sent)) != answer.length:
@@ -280,12 +273,11 @@ class Lines:
 
         of_block = neighbour.dataset, neighbour.block, neighbour.offset
         request = Request(0, *of_block, length, neighbour.form, count)
-        return self._use(neighbour.peer, [request], _ANSWER_S, parts, hold, claim)
+        return self._use(neighbour.peer, request, _ANSWER_S, parts, hold, claim)
 
     def read_slab(self, order: ReadSlab, place: Place, hold: Hold) -> Answer:
         """Request a slab, and read it into the memory of `place` if it is sent. The slab's note is
-        in the answer. The first request does not say how to open the job; the second one does, and
-        is sent if the maker does not know the job.
+        in the answer.
 
         Raises:  NeighbourGone, and what `place` and `hold` raise.
         """
@@ -293,10 +285,9 @@ class Lines:
         def parts(answer: Answer) -> Sequence[memoryview]:
             return [place(answer.length)]
 
-        slab = Request(0, NO_DATASET, 0, 0, order.into.length, BlockForm.SLAB)
-        bodies = (order.request, order.request_opening)
-        requests = [replace(slab, slab=body) for body in bodies if body]
-        return self._use(order.maker, requests, _SLAB_ANSWER_S, parts, hold, lambda: None)
+        length, body = order.into.length, order.request
+        request = Request(0, NO_DATASET, 0, 0, length, BlockForm.SLAB, slab=body)
+        return self._use(order.maker, request, _SLAB_ANSWER_S, parts, hold, lambda: None)
 
     def cut_off(self, address: str) -> None:
         """Close all connections with this address; the calls that use them fail."""
@@ -317,14 +308,13 @@ class Lines:
     def _use(
         self,
         peer: Peer,
-        requests: Sequence[Request],
+        request: Request,
         answer_s: float,
         parts: _Parts,
         hold: Hold,
         claim: Claim,
     ) -> Answer:
-        """Send the first request, and the next request if the answer is UNKNOWN; then receive the
-        payload.
+        """Send a request, and receive the payload of the answer.
 
         Raises:  NeighbourGone, and what `parts`, `hold` and `claim` raise.
         """
@@ -332,7 +322,7 @@ class Lines:
         try:
             while True:
                 with self._held(peer, hold) as line:
-                    answer = line.ask(requests, deadline)
+                    answer = line.ask(request, deadline)
                     if answer is None:
                         continue
                     if answer.outcome is Outcome.GIVEN:
@@ -340,7 +330,7 @@ class Lines:
                         for part in parts(answer):
                             arriving.fill(part)
                         arriving.end()
-                        if len(answer.ends) < 2 or answer.length == requests[0].length:
+                        if answer.length == request.length:
                             claim()
                     line.received_bytes += answer.length
                     line.is_whole = line.received_bytes < LINE_BYTES_MAX

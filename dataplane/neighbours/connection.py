@@ -17,9 +17,9 @@ import numpy as np
 from msgspec import Struct, field
 
 from dataplane.arena.memfd import BorrowedArena
-from dataplane.model.records import BlockForm, Region
+from dataplane.model.records import Region
 from dataplane.neighbours import wire
-from dataplane.neighbours.wire import HANDSHAKE_S, NOTE_BYTES_MAX, Answer, Opening, Outcome, pack
+from dataplane.neighbours.wire import HANDSHAKE_S, Answer, Opening, Outcome, pack
 from dataplane.rpc import tasks
 from dataplane.rpc.lending import NO_DATASET, Asked, Give, Request
 from dataplane.security.admission import AdmissionRules
@@ -45,17 +45,12 @@ def fits(request: Request, give: Give, arena_bytes: int) -> bool:
     regions = (give.region, *give.more)
     if any(region.offset + region.length > arena_bytes for region in regions):
         return False
-    if request.form is BlockForm.SLAB:
-        is_one = not give.more and give.region.length <= request.length
-        return is_one and len(give.note) <= NOTE_BYTES_MAX
     if give.arena_id != tasks.BLOCK_ARENA and request.dataset != NO_DATASET:
         return False
+    # A payload without some of the blocks is shorter than requested: the asker knows the length of
+    # each block, and `ends` says which blocks are sent.
     length = sum(region.length for region in regions)
-    if request.count > 1:
-        # A payload without some of the blocks is shorter than requested: the asker knows the
-        # length of each block, and `ends` says which blocks are sent.
-        return length <= request.length and len(give.ends) == request.count
-    return not (give.note or give.more or give.ends) and length == request.length
+    return wire.fits(request, length, give.note, give.ends)
 
 
 class SentPayload:

@@ -56,7 +56,7 @@ from dataplane.security.admission import Admission, Reason
 _MESSAGES_A_TURN = 64
 
 _Turn = tuple[Connection, lending.Request, int]
-_Answered = lending.Give | lending.GiveDecodedOnly | lending.Refuse
+_Answered = lending.Give | lending.Refuse
 
 
 class NodeLink:
@@ -345,13 +345,8 @@ class Lender:
         assert request is not None
         if isinstance(body, lending.Give):
             self._give(connection, request, body)
-        elif isinstance(body, lending.GiveDecodedOnly):
-            answer = wire.Answer(request.number, wire.Outcome.ONLY_DECODED, body.length)
-            self._end_request(connection, answer)
         else:
-            is_unknown = body.is_unknown and request.form is BlockForm.SLAB
-            outcome = wire.Outcome.UNKNOWN if is_unknown else wire.Outcome.REFUSED
-            self._end_request(connection, wire.Answer(request.number, outcome))
+            self._end_request(connection, wire.Answer(request.number, wire.Outcome.REFUSED))
 
     def _give(self, connection: Connection, request: lending.Request, body: lending.Give) -> None:
         borrowed = self._arenas.use(body.arena_id)

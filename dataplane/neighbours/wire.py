@@ -1,11 +1,11 @@
 """The frames of a data connection. Pure: bytes in, values out.
 
-A frame is a head (`DPn4` and the length of the message) and one message of the codec. After the
+A frame is a head (`DPn5` and the length of the message) and one message of the codec. After the
 handshake, the asker sends one request at a time:
 
     asker   Request                  the requested block or slab (rpc/lending.py)
     lender  Answer                   GIVEN: `length` bytes of payload follow, outside any frame
-                                     REFUSED, ONLY_DECODED, UNKNOWN: nothing follows
+                                     REFUSED: nothing follows
     asker   Receipt                  after GIVEN: the whole payload has arrived
 
 The receipt ends the lender's claim on the memory that it sends from. `sendfile` does not copy: the
@@ -51,7 +51,7 @@ length of the decoded block: the lender has only the decoded form.
 """
 
 _HEAD = struct.Struct("<4sI")
-MAGIC = b"DPn4"
+MAGIC = b"DPn5"
 HEAD_BYTES = _HEAD.size
 
 
@@ -60,20 +60,15 @@ class WrongFrameError(Exception):
 
 
 class Outcome(enum.IntEnum):
-    """The outcome of a request. UNKNOWN: the job of the slab is not open here; the asker may send
-    the request again, with a body that says how to open it.
-    """
+    """The outcome of a request."""
 
     GIVEN = 1
     REFUSED = 2
-    ONLY_DECODED = 3
-    UNKNOWN = 4
 
 
 class Answer(Message, frozen=True):
     """The lender's answer. GIVEN: `length` bytes of payload follow. `crc32c` is the checksum of the
-    note, which only slabs have, and of the payload. If several blocks were requested, `ends` has a
-    value for each. ONLY_DECODED: `length` is the length of the decoded block.
+    note, which only slabs have, and of the payload. `ends` has a value for each requested block.
     """
 
     number: Unsigned
@@ -146,26 +141,29 @@ def unpack_answer(frame: bytes, request: Request) -> Answer:
     answer = unpack(Answer, frame)
     if answer.number != request.number:
         raise WrongFrameError(f"an answer to request {answer.number}, not {request.number}")
-    if not _fits(request, answer):
+    if not _is_answer(request, answer):
         name, note = answer.outcome.name, len(answer.note)
         raise WrongFrameError(f"an answer {name} of {answer.length} and {note} bytes")
     return answer
 
 
-def _fits(request: Request, answer: Answer) -> bool:
-    outcome, length, note, ends = answer.outcome, answer.length, answer.note, answer.ends
-    is_run, is_slab = request.count > 1, request.form is BlockForm.SLAB
-    if outcome is Outcome.GIVEN:
-        if len(ends) != (request.count if is_run else 0) or (note and not is_slab):
-            return False
-        is_part = (is_run or is_slab) and len(note) <= NOTE_BYTES_MAX
-        return length <= request.length if is_part else length == request.length
-    if note or ends:
+def _is_answer(request: Request, answer: Answer) -> bool:
+    length, note, ends = answer.length, answer.note, answer.ends
+    if answer.outcome is Outcome.REFUSED:
+        return not (length or note or ends)
+    return fits(request, length, note, ends)
+
+
+def fits(request: Request, length: int, note: bytes, ends: tuple[int, ...]) -> bool:
+    """Whether a payload of this length may be the answer: that of a slab has a note and no ends,
+    that of blocks has ends and no note, and the whole length if all are given.
+    """
+    if length > request.length:
         return False
-    if outcome is Outcome.ONLY_DECODED:
-        is_one = request.form is BlockForm.RAW and not is_run
-        return is_one and 0 < length <= LENGTH_MAX
-    return not length and (outcome is Outcome.REFUSED or is_slab)
+    if request.form is BlockForm.SLAB:
+        return not ends and len(note) <= NOTE_BYTES_MAX
+    is_whole = length == request.length
+    return not note and len(ends) == request.count and (any(ends) or is_whole)
 
 
 def check_receipt(frame: bytes, number: int) -> None:

@@ -7,8 +7,8 @@ Invariants:
 1. A block that is being fetched from a neighbour is refused to others, and a block that is read for
    a neighbour is read from the store: so no two nodes wait for each other.
 2. If a neighbour is gone before it has sent a decoded block, the block is read from the store.
-3. The blocks of a requested run are decided one by one. The run is answered once, when all of
-   its blocks are decided, and all blocks sent for the run are freed at the same time.
+3. The blocks of a request are decided one by one. The request is answered once, when all of its
+   blocks are decided, and all blocks sent for it are freed at the same time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import cast
 
 from msgspec import Raw, Struct, field
 from msgspec.structs import replace
@@ -43,8 +42,8 @@ from dataplane.plan.tombstones import substitute, substitute_key
 from dataplane.rpc import fetches, tasks
 from dataplane.rpc.codec import decode, encode
 from dataplane.rpc.fetches import Neighbour, Outcome
-from dataplane.rpc.lending import Asked, MakeSlab, Request
-from dataplane.rpc.messages import FromNode, Layout, OpenJob, Slab, Working
+from dataplane.rpc.lending import Asked, MakeSlab
+from dataplane.rpc.messages import FromNode, Layout, Slab, Working
 from dataplane.scheduler import events
 from dataplane.scheduler.dataset import BlockName
 from dataplane.scheduler.events import (
@@ -63,8 +62,8 @@ from dataplane.worker.death import WorkerPlace
 
 
 class _Run(Struct, eq=False):
-    """A requested run of blocks: the number of the request, how each block has ended, how many are
-    left to decide, and the regions to send, by the number of their block.
+    """The requested blocks, one or more: the number of the request, how each block has ended, how
+    many are left to decide, and the regions to send, by the number of their block.
     """
 
     number: int
@@ -83,7 +82,7 @@ class LentBlocks:
         self._left_alone: set[BlockName] = set()
         """Blocks that a neighbour could not send: the next read is from the store."""
         self._runs: dict[int, _Run] = {}
-        """The unanswered runs, by the number of each block that is not decided yet."""
+        """The unanswered requests, by the number of each block that is not decided yet."""
 
     @property
     def _lending(self) -> Lending:
@@ -117,74 +116,47 @@ class LentBlocks:
 
     def asked(self, ask: Asked, dataset: Dataset | None) -> None:
         """Handle a neighbour's request for part of a block of a dataset, or for several blocks."""
-        request = ask.request
-        last = request.block + request.count - 1
-        if dataset is None or last >= dataset.manifest.block_count:
-            self._lending.refuse(ask.number)
-        elif request.count > 1:
-            self._asked_run(ask.number, request, dataset)
-        elif request.form is BlockForm.DECODED or not self._is_expected(dataset, request.block):
-            part = Region(request.offset, request.length)
-            self._ask_scheduler(request, dataset, ask.number, request.block, part)
-        else:
-            self._lending.refuse(ask.number)
-
-    def _is_expected(self, dataset: Dataset, block: int) -> bool:
-        return BlockName(dataset.dataset_id, block) in self._expected
-
-    def _ask_scheduler(
-        self, request: Request, dataset: Dataset, number: int, block: int, part: Region
-    ) -> None:
-        how = request.form is BlockForm.DECODED, request.count > 1
-        self._tell(events.NeighbourAsked(number, dataset.blocks, block, part, *how))
-
-    def _asked_run(self, first: int, request: Request, dataset: Dataset) -> None:
+        request, first = ask.request, ask.number
         blocks = range(request.block, request.block + request.count)
-        shards = dataset.manifest.block_shard
-        lengths = [dataset.blocks.read_bytes(block) for block in blocks]
-        # Refuse runs over several shards: permission was checked for the first block's shard only.
-        is_one_shard = shards.item(blocks[0]) == shards.item(blocks[-1])
-        if not is_one_shard or request.form is not BlockForm.RAW or sum(lengths) != request.length:
+        if dataset is None or blocks[-1] >= dataset.manifest.block_count:
             self._lending.refuse(first)
             return
-        run = _Run(first, [wire.NOT_GIVEN] * request.count, request.count, {})
-        numbers = range(first, first + request.count)
+        parts = [Region(request.offset, request.length)]
+        if len(blocks) > 1:
+            parts = [Region(0, dataset.blocks.read_bytes(block)) for block in blocks]
+            shards = dataset.manifest.block_shard
+            # Refuse runs over several shards: permission was checked for the first block's only.
+            is_one_shard = shards.item(blocks[0]) == shards.item(blocks[-1])
+            if not is_one_shard or sum(part.length for part in parts) != request.length:
+                self._lending.refuse(first)
+                return
+        run = _Run(first, [wire.NOT_GIVEN] * len(blocks), len(blocks), {})
+        numbers = range(first, first + len(blocks))
         self._runs.update(dict.fromkeys(numbers, run))
-        for number, block, length in zip(numbers, blocks, lengths, strict=True):
-            if self._is_expected(dataset, block):
-                self._end(run, number, wire.NOT_GIVEN)
+        is_decoded, is_run = request.form is BlockForm.DECODED, len(blocks) > 1
+        for number, block, part in zip(numbers, blocks, parts, strict=True):
+            if not is_decoded and BlockName(dataset.dataset_id, block) in self._expected:
+                self._end(number, wire.NOT_GIVEN)
             else:
-                self._ask_scheduler(request, dataset, number, block, Region(0, length))
+                of = dataset.blocks
+                self._tell(events.NeighbourAsked(number, of, block, part, is_decoded, is_run))
 
     def lend(self, effect: events.LendBlock) -> None:
-        """Send a block to the neighbour that requested it, or add it to its run."""
-        run = self._runs.get(effect.number)
-        if run is None:
-            after = partial(self._sent, (effect.number,))
-            self._lending.give(effect.number, effect.region, after=after)
-            return
-        run.regions[effect.number] = effect.region
-        self._end(run, effect.number, wire.GIVEN_WHOLE)
+        """Send a block to the neighbour that requested it, with the other blocks of its request."""
+        self._runs[effect.number].regions[effect.number] = effect.region
+        self._end(effect.number, wire.GIVEN_WHOLE)
 
     def say_decoded(self, effect: events.OnlyDecoded) -> None:
         """Answer that only the decoded block is here, and how large it is."""
-        run = self._runs.get(effect.number)
-        if run is None:
-            self._lending.only_decoded(effect.number, effect.length)
-        else:
-            self._end(run, effect.number, effect.length)
+        self._end(effect.number, effect.length)
 
     def say_no(self, effect: events.RefuseAsk) -> None:
-        """Answer a request with a refusal."""
-        run = self._runs.get(effect.number)
-        if run is None:
-            self._lending.refuse(effect.number)
-        else:
-            self._end(run, effect.number, wire.NOT_GIVEN)
+        """Refuse a block."""
+        self._end(effect.number, wire.NOT_GIVEN)
 
-    def _end(self, run: _Run, number: int, end: int) -> None:
-        """Note how a block of a run has ended; answer the run after the last block."""
-        del self._runs[number]
+    def _end(self, number: int, end: int) -> None:
+        """Note how a requested block has ended; answer the request after its last block."""
+        run = self._runs.pop(number)
         run.ends[number - run.number] = end
         run.left -= 1
         if run.left:
@@ -391,17 +363,10 @@ class Delegating:
             gone = NeighbourGone(f"the node {effect.maker} makes no slabs any more")
             self._tell(events.SlabAssembled(effect.number, gone, 0.0))
             return
-        steps, slot_bytes = effect.steps, effect.slot_bytes
-        wanted = MakeSlab(job.digest, effect.stream, steps, slot_bytes, job.software, effect.coming)
-        opening = cast(OpenJob, known.opening)  # encoded already
-        order = fetches.ReadSlab(
-            0,
-            maker,
-            encode(wanted),
-            encode(replace(wanted, opening=opening)),
-            effect.delivery_id,
-            effect.slab,
-        )
+        steps, slot_bytes, opening = effect.steps, effect.slot_bytes, known.opening
+        of_job = opening, job.software, effect.coming
+        wanted = MakeSlab(job.digest, effect.stream, steps, slot_bytes, *of_job)
+        order = fetches.ReadSlab(0, maker, encode(wanted), effect.delivery_id, effect.slab)
         self._orders[effect.number] = self._reads.read_slab(
             order, known.delivery.arena.fd, lambda read: self._read(effect, known, read)
         )

@@ -136,16 +136,11 @@ class Making:
         """Handle another node's request for a slab."""
         try:
             wanted = decode(MakeSlab, ask.request.slab)
+            now = self._clock()
+            job = self._job(ask, wanted, now)
         except ConfigError:
-            self._lender.refuse(ask.number)
-            return
-        now = self._clock()
-        job = self._job(ask, wanted, now)
-        if job is None:
-            self._lender.refuse(ask.number, is_unknown=wanted.opening is None)
-            return
-        job.last_asked = now
-        if job.opened is None:
+            job = None
+        if job is None or job.opened is None:
             self._lender.refuse(ask.number)
             return
         try:
@@ -195,20 +190,21 @@ class Making:
     # -- jobs ------------------------------------------------------------------------------------
 
     def _job(self, ask: Asked, wanted: MakeSlab, now: float) -> _Job | None:
-        """Return the requested job, which is opened if the request says how; None if the job is
-        unknown.
+        """Return the requested job, which is opened if it is not; None if there is no room for it.
+
+        Raises:  ConfigError: the request does not say how to open this job.
         """
-        key, opening = (ask.job_id, wanted.digest, ask.only_under), wanted.opening
-        job = self._jobs.get(key)
-        if job is None:
-            is_right = opening is not None and opening.job_id == ask.job_id
-            if not is_right or len(self._jobs) >= _JOBS_MAX:
-                return None
-            job = self._jobs[key] = _Job(ask.job_id, wanted.digest, now, ask.only_under)
+        key = ask.job_id, wanted.digest, ask.only_under
+        job = self._jobs.get(key) or _Job(ask.job_id, wanted.digest, now, ask.only_under)
         if job.opened is None and job.opening is None and now >= job.closed_until:
-            if opening is None or opening.job_id != ask.job_id:
+            opening = decode(OpenJob, bytes(wanted.opening))
+            if opening.job_id != ask.job_id:
+                raise ConfigError("a request for a slab of another job")
+            if key not in self._jobs and len(self._jobs) >= _JOBS_MAX:
                 return None
+            self._jobs[key] = job
             job.opening = self._start(self._open(job, opening))
+        job.last_asked = now
         return job
 
     async def _open(self, job: _Job, opening: OpenJob) -> None:

@@ -18,7 +18,7 @@ from dataplane.base.trace import Trace
 from dataplane.model.config import PeerTls
 from dataplane.model.errors import ConfigError
 from dataplane.model.records import Region
-from dataplane.neighbours.wire import KEY_BYTES
+from dataplane.neighbours.wire import GIVEN_WHOLE, KEY_BYTES
 from dataplane.node.dataset import Dataset
 from dataplane.plan.cluster import Owners, Weighed
 from dataplane.rpc import lending
@@ -98,7 +98,7 @@ class Lending:
 
     def serve(self, on_asked: OnAsked) -> None:
         """Begin to serve neighbours: `on_asked` is called with each request for a block or a slab,
-        which `give`, `only_decoded` or `refuse` must answer, now or later.
+        which `give` or `refuse` must answer, now or later.
         """
         self._on_asked = on_asked
 
@@ -155,16 +155,16 @@ class Lending:
         arena_id: int = BLOCK_ARENA,
         note: bytes = b"",
         more: tuple[Region, ...] = (),
-        ends: tuple[int, ...] = (),
+        ends: tuple[int, ...] = (GIVEN_WHOLE,),
         *,
         after: After = lambda: None,
         is_data: bool = True,
     ) -> None:
-        """Answer a request with this region and those of `more`, which have the requested length
-        together; for a slab or a run, they may be shorter or empty. A slab has a `note`, of at most
-        wire.NOTE_BYTES_MAX; a run has `ends`, which say how each of its blocks ended. `after` is
-        called later, when the regions are no longer read, even if the request is not open any
-        more. If `is_data`, the bytes count as lent.
+        """Answer a request with this region and those of `more`. A slab has a `note`, of at most
+        wire.NOTE_BYTES_MAX, and no `ends`; otherwise `ends` say how each block ended, and the
+        regions are those of the blocks that were given. `after` is called later, when the regions
+        are no longer read, even if the request is not open any more. If `is_data`, the bytes count
+        as lent.
         """
         if number in self._asked:
             self._asked.remove(number)
@@ -173,19 +173,11 @@ class Lending:
         else:
             self._loop.call_soon(self._over, after)
 
-    def only_decoded(self, number: int, length: int) -> None:
-        """Answer that only the decoded block is here, and has this length."""
+    def refuse(self, number: int) -> None:
+        """Refuse a request: the neighbour reads the store, or has its slab made elsewhere."""
         if number in self._asked:
             self._asked.remove(number)
-            self._send(lending.GiveDecodedOnly(number, length))
-
-    def refuse(self, number: int, *, is_unknown: bool = False) -> None:
-        """Refuse a request: the neighbour reads the store, or has its slab made elsewhere. With
-        `is_unknown`, the neighbour may repeat the request, and say how to open the slab's job.
-        """
-        if number in self._asked:
-            self._asked.remove(number)
-            self._send(lending.Refuse(number, is_unknown))
+            self._send(lending.Refuse(number))
 
     def tick(self) -> None:
         """Replace the lender if it hangs; call it about twice a second."""

@@ -88,11 +88,12 @@ class Answers(Struct, eq=False):
         self.slab_count += 1
         self.slab_bytes += slab.bytes_used
         region = Region(slab.region.offset, slab.bytes_used)
-        self.lender.give(number, region, arena_id, encode(FromNode(number, slab)), after=after)
+        note = encode(FromNode(number, slab))
+        self.lender.give(number, region, arena_id, note, ends=(), after=after)
 
     def tell(self, number: int, arena_id: int, body: FromNodeBody) -> None:
         """Answer without the bytes of a slab."""
-        self.lender.give(number, _NOTHING, arena_id, encode(FromNode(number, body)))
+        self.lender.give(number, _NOTHING, arena_id, encode(FromNode(number, body)), ends=())
 
 
 class RemoteStream:

@@ -245,8 +245,7 @@ class ReadSlab(Message, frozen=True):
 
     number: Unsigned  # chosen by the node, never reused
     maker: Peer
-    request: bytes  # an encoded MakeSlab, without `opening`
-    request_opening: bytes  # the same with `opening`
+    request: bytes  # an encoded MakeSlab
     arena_id: Unsigned  # an arena of AttachDelivery
     into: Region  # the room for the slab
 

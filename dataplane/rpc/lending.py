@@ -1,17 +1,18 @@
 """The messages between a node and its lender, the process that sends blocks to neighbours.
 
 Messages travel over a Unix SOCK_SEQPACKET pair, one message per packet; a Request also crosses the
-network, in a frame (neighbours/wire.py). The node answers each Asked with one Give, GiveDecodedOnly
-or Refuse. The lender answers each Give with one Given. The lender may end at any moment, which ends
-all of its requests.
+network, in a frame (neighbours/wire.py). The node answers each Asked with one Give or Refuse. The
+lender answers each Give with one Given. The lender may end at any moment, which ends all of its
+requests.
 """
 
 from __future__ import annotations
 
+from msgspec import Raw
+
 from dataplane.model.config import PeerTls
 from dataplane.model.records import BlockForm, Region, Stream, Unsigned
 from dataplane.rpc.codec import Message
-from dataplane.rpc.messages import OpenJob
 
 NO_DATASET = bytes(16)
 """The `dataset` of a Request for a slab or a manifest. The bytes of a manifest are requested like
@@ -39,9 +40,9 @@ class MakeSlab(Message, frozen=True):
     stream: Stream
     steps: StepRange  # counted from the start of the stream
     slot_bytes: Unsigned  # size of the asker's slots, which is also the size of the maker's slots
+    opening: Raw  # how to open the job, an encoded OpenJob: decoded where the job is not open
     software: str = ""  # the software that decodes images, and hashes of functions; "": neither
     coming: tuple[StepRange, ...] = ()  # steps that the same maker will be asked for next
-    opening: OpenJob | None = None  # sent to a maker that does not know the job
 
 
 class LendingKeys(Message, frozen=True):
@@ -106,25 +107,17 @@ class Give(Message, frozen=True):
     """
 
     number: Unsigned
-    region: Region  # as long as requested; for a slab it may be shorter, or empty
+    region: Region
     arena_id: Unsigned = 0  # 0: the block arena; otherwise an arena of LendArena
     note: bytes = b""  # for a slab: an encoded FromNode
     more: tuple[Region, ...] = ()  # further regions of the same arena
-    ends: tuple[Unsigned, ...] = ()  # one for each block of a run
-
-
-class GiveDecodedOnly(Message, frozen=True):
-    """Answer that this node has only the decoded block, of this length."""
-
-    number: Unsigned
-    length: Unsigned
+    ends: tuple[Unsigned, ...] = ()  # one for each block; of a slab: ()
 
 
 class Refuse(Message, frozen=True):
     """Refuse the request."""
 
     number: Unsigned
-    is_unknown: bool = False  # the slab's job is not open here: the asker may retry with `opening`
 
 
 class LendArena(Message, frozen=True):
@@ -146,9 +139,7 @@ class Given(Message, frozen=True):
     sent_bytes: Unsigned = 0  # bytes that the neighbour has received; 0 unless all have arrived
 
 
-ToLenderBody = (
-    StartLending | LendingKeys | Give | GiveDecodedOnly | Refuse | LendArena | ReturnArena
-)
+ToLenderBody = StartLending | LendingKeys | Give | Refuse | LendArena | ReturnArena
 FromLenderBody = Asked | Given
 
 

@@ -188,7 +188,7 @@ def test_a_neighbour_that_breaks_the_rules_loses_its_connection_alone(
         asked.append(bench.hear())
     bench.tell(lending.Refuse(asked[-1].number))
     for unanswered in list(asked)[:-1]:  # of the one that has lost its connection
-        bench.tell(lending.Give(unanswered.number, Region(0, 9)))
+        bench.tell(lending.Give(unanswered.number, Region(0, 9), ends=(wire.GIVEN_WHOLE,)))
         assert bench.hear() == lending.Given(unanswered.number, 0)
     assert frame(honest)
     bench.lends(honest, 3)
@@ -251,7 +251,7 @@ def test_a_neighbour_that_stops_reading_is_cut_off_and_its_region_is_free(
     for number, length in enumerate((OF_NEIGHBOUR, 1000)):  # of the second one, it sends no receipt
         stuck = bench.opened(asker="stuck")
         asked = bench.ask(stuck, length)
-        bench.tell(lending.Give(asked.number, Region(0, length)))
+        bench.tell(lending.Give(asked.number, Region(0, length), ends=(wire.GIVEN_WHOLE,)))
         bench.lends(honest, 1 + number)
         assert bench.hear() == lending.Given(asked.number, 0)
         stuck.close()
@@ -264,7 +264,7 @@ def test_a_neighbour_that_stops_reading_is_cut_off_and_its_region_is_free(
 def test_a_neighbour_that_leaves_frees_its_region(bench: Bench) -> None:
     gone = bench.opened()
     asked = bench.ask(gone, OF_NEIGHBOUR)
-    bench.tell(lending.Give(asked.number, Region(0, OF_NEIGHBOUR)))
+    bench.tell(lending.Give(asked.number, Region(0, OF_NEIGHBOUR), ends=(wire.GIVEN_WHOLE,)))
     gone.recv(1000)
     gone.close()
     assert bench.hear() == lending.Given(asked.number, 0)

@@ -85,9 +85,8 @@ def test_what_is_sent_is_the_note_and_then_the_slab(bench: Bench, made: Arena) -
         assert (found.length, found.note) == (length, note)
         assert take(sock, found) == (note, bytes(made.view(0, length)))
         assert bench.hear() == lending.Given(asked.number, length + len(note))
-    for is_unknown, outcome in ((True, wire.Outcome.UNKNOWN), (False, wire.Outcome.REFUSED)):
-        bench.tell(lending.Refuse(ask(bench, sock).number, is_unknown))
-        assert answer(sock).outcome is outcome
+    bench.tell(lending.Refuse(ask(bench, sock).number))
+    assert answer(sock).outcome is wire.Outcome.REFUSED
 
 
 def test_a_body_comes_in_pieces_and_is_as_long_as_it_says(bench: Bench) -> None:

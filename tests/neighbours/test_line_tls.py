@@ -108,7 +108,7 @@ def read(bench: Bench, lines: Lines, length: int) -> bytes:
     thread.start()
     asked = bench.hear()
     assert isinstance(asked, lending.Asked)
-    bench.tell(lending.Give(asked.number, Region(0, length)))
+    bench.tell(lending.Give(asked.number, Region(0, length), ends=(wire.GIVEN_WHOLE,)))
     thread.join()
     assert failed == []
     assert bench.hear() == lending.Given(asked.number, length)
@@ -347,7 +347,7 @@ def test_a_neighbour_that_stops_reading_is_cut_off_and_its_region_is_free(
 ) -> None:
     honest, stuck = bench.opened(HONEST), bench.opened(asker="stuck")
     asked = bench.ask(stuck, OF_NEIGHBOUR)
-    bench.tell(lending.Give(asked.number, Region(0, OF_NEIGHBOUR)))
+    bench.tell(lending.Give(asked.number, Region(0, OF_NEIGHBOUR), ends=(wire.GIVEN_WHOLE,)))
     bench.lends(honest)
     assert bench.hear() == lending.Given(asked.number, 0)
     assert is_closed(stuck) or stuck.recv(1)

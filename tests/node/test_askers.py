@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from making_node import JOB, REFUSED, SLOT_BYTES, UNKNOWN, MakerNode, Pieces, maker_node, of, play
+from making_node import JOB, REFUSED, SLOT_BYTES, MakerNode, Pieces, maker_node, of, play
 from msgspec.structs import replace
 
 from dataplane.model.errors import StoreDenied
@@ -49,7 +49,7 @@ def test_what_cannot_be_made_is_refused_and_logged_once(
     async def scene(node: MakerNode) -> None:
         of_stream = {name: others[name] for name in others.keys() & {*Stream.__struct_fields__}}
         of_slab = {name: others[name] for name in others.keys() - of_stream.keys()}
-        odd = replace(node.wanted(0, **of_stream), opening=node.request, **of_slab)
+        odd = replace(node.wanted(0, **of_stream), **of_slab)
         before = len(node.engine._deliveries)
         for _ in range(3):
             found = await node.answer(node.ask(odd))
@@ -100,7 +100,7 @@ def test_a_job_that_cannot_be_opened_is_tried_again_after_a_while(
             node.opened.clear()
             node.opener.forget_manifests(JOB)
             node.refusal = StoreDenied("this node may not read it")
-            wanted = replace(node.wanted(0), opening=node.request)
+            wanted = node.wanted(0)
             for tries in (1, 2):
                 assert await node.answer(node.ask(wanted)) == REFUSED
                 await node.until(lambda tries=tries: len(node.opened) == tries)
@@ -109,7 +109,6 @@ def test_a_job_that_cannot_be_opened_is_tried_again_after_a_while(
                     assert await node.answer(node.ask(wanted)) == REFUSED
                 assert len(node.opened) == tries
                 node.passes(TRY_AGAIN_S)
-            assert await node.answer(node.ask(node.wanted(0))) == UNKNOWN
             node.refusal = None
             assert len(of(await node.slab(wanted)).batches) == 1
 

@@ -131,14 +131,11 @@ def test_a_maker_is_told_all_that_a_slab_depends_on(delegated: Delegated) -> Non
     ((order, _),) = delegated.reads.orders
     assert order.maker == MAKER
     asked = decode(lending.MakeSlab, order.request)
-    assert asked == lending.MakeSlab(
-        DIGEST, AT, lending.StepRange(4, 2), 8192, "", (lending.StepRange(8, 2),)
-    )
-    opening = decode(lending.MakeSlab, order.request_opening)
-    assert opening.opening is not None
-    assert opening.opening.source.urls == ("s3://bucket/data",)
-    assert (opening.digest, opening.steps, opening.coming) == (DIGEST, asked.steps, asked.coming)
-    assert opening.stream == AT
+    coming = (lending.StepRange(8, 2),)
+    of_slab = DIGEST, AT, lending.StepRange(4, 2), 8192, asked.opening
+    assert asked == lending.MakeSlab(*of_slab, "", coming)
+    opening = decode(messages.OpenJob, bytes(asked.opening))
+    assert opening.source.urls == ("s3://bucket/data",)
 
 
 def test_what_describes_a_slab_points_nowhere_else(delegated: Delegated) -> None:

@@ -76,9 +76,11 @@ async def test_a_run_that_is_not_as_its_note_says_is_none() -> None:
         node.answer = lambda asked: node.give_run(asked, [7, 9], all_given)
         assert await read() == "REFUSED"  # too long
         node.answer = lambda asked: node.give_run(asked, [7, 7], all_given)
-        with pytest.raises(NeighbourGone, match="bytes for 2 of the blocks"):
+        assert await read() == "REFUSED"  # too short
+        node.answer = lambda asked: node.give_run(asked, [6, 8], (GIVEN_WHOLE, NOT_GIVEN))
+        with pytest.raises(NeighbourGone, match="6 bytes for 1 of the blocks"):
             await read()
-        await node.until(lambda: len(node.given) == 3)
+        await node.until(lambda: len(node.given) == 4)
         assert claims == []
 
 
@@ -90,7 +92,7 @@ async def test_the_node_hears_for_which_urls_the_key_of_a_connection_is() -> Non
         await node.ask(node.neighbour(1))
         node.key = os.urandom(32)
         node.lending.keys(JOB, GENERATION, node.key, train)
-        await node.ask(node.neighbour(2))  # the same connection
+        await node.ask(node.neighbour(2, key=whole))  # the same connection
         node.lines.cut_off(node.address)
         await node.ask(node.neighbour(3))
         node.lending.keys(JOB, GENERATION, whole)
@@ -103,11 +105,11 @@ async def test_what_is_refused_or_only_decoded_is_told() -> None:
     async with lending_node() as node:
         node.answer = lambda asked: node.lending.refuse(asked.number)
         assert await node.ask(node.neighbour()) == b""
-        node.answer = lambda asked: node.lending.only_decoded(asked.number, 12345)
+        node.answer = lambda asked: node.give_decoded(asked, 12345)
         into = memoryview(bytearray(7))
         answer = await asyncio.to_thread(node.lines.read, node.neighbour(), [into], free, bool)
-        assert (answer.outcome.name, answer.length) == ("ONLY_DECODED", 12345)
-        assert node.given == []
+        assert (answer.length, answer.ends) == (0, (12345,))
+        await node.until(lambda: node.given == [node.asked[-1].number])
 
 
 async def test_a_killed_lender_frees_its_regions_and_another_one_lends() -> None:

@@ -41,7 +41,7 @@ LENDER = Neighbour(Peer("host:1", "job", 1, bytes(32), "own", "node-1"), bytes(1
 
 
 class Answers:
-    """Those that neighbours have got, by number: what `give` gets, a length, or None."""
+    """Those that neighbours have got, by number: what `give` gets, or None."""
 
     def __init__(self) -> None:
         self.found: dict[int, object] = {}
@@ -71,9 +71,6 @@ class Answers:
         self._answer(number, (regions, [*ends]))
         self.after[number] = after
 
-    def only_decoded(self, number: int, length: int) -> None:
-        self._answer(number, length)
-
     def refuse(self, number: int) -> None:
         self._answer(number, None)
 
@@ -91,8 +88,6 @@ def expected_answer(ends: Sequence[int], regions: Sequence[Region]) -> object:
     """Of an ask for so many blocks, of which these regions are given, as wire.py describes it."""
     if all(end == NOT_GIVEN for end in ends):
         return None
-    if len(ends) == 1:
-        return ([*regions], []) if regions else ends[0]
     return [*regions], [*ends]
 
 
@@ -205,7 +200,11 @@ def test_blocks_of_one_owner_that_are_fetched_together_are_one_read(
     class Owners(Answers):
         def owner_of(self, dataset: Dataset, block: int, _jobs: object) -> Neighbour | None:
             name = owners[block]
-            return None if name == "-" else replace(LENDER, node_id=name, block=block)
+            return (
+                None
+                if name == "-"
+                else replace(LENDER, peer=replace(LENDER.peer, node_id=name), block=block)
+            )
 
     joined = [False, *data.draw(st.lists(st.booleans(), max_size=15))]
 
@@ -326,7 +325,11 @@ def read(
         (read(1, LENDER), read(2, None), False),
         (read(1, None), read(2, LENDER), False),
         (read(1, LENDER), read(3, LENDER), False),
-        (read(1, LENDER), read(2, replace(LENDER, node_id="node-2")), False),
+        (
+            read(1, LENDER),
+            read(2, replace(LENDER, peer=replace(LENDER.peer, node_id="node-2"))),
+            False,
+        ),
         (read(1, LENDER), read(2, replace(LENDER, form=BlockForm.DECODED)), False),
         (read(1, LENDER), read(2, LENDER, Region(0, 4), Region(6, 4)), False),
         (read(1, LENDER, Region(0, 4), Region(6, 4)), read(2, LENDER), False),

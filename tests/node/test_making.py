@@ -10,14 +10,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from making_node import JOB, REFUSED, SLOT_BYTES, UNKNOWN, Given, MakerNode, maker_node, of, play
+from making_node import JOB, REFUSED, SLOT_BYTES, Given, MakerNode, maker_node, of, play
+from msgspec import Raw
 from msgspec.structs import replace
 
 from dataplane.model.errors import ConfigError, CorruptShard
 from dataplane.model.records import ColumnOptions, Exhausted, MixHistory, ShareChange, Stream, View
 from dataplane.node.making import JOB_IDLE_S
 from dataplane.node.remote_slabs import HELD_S, PATIENCE_S, STREAM_IDLE_S
-from dataplane.rpc.codec import decode
+from dataplane.rpc.codec import decode, encode
 from dataplane.rpc.lending import StepRange
 from dataplane.rpc.messages import (
     DatasetSource,
@@ -121,14 +122,15 @@ def test_slabs_of_a_mixture_are_those_of_the_weights_that_the_asker_names(
 
 
 @pytest.mark.timeout(100)
-def test_a_job_is_unknown_until_an_asker_says_how_to_open_it(parquet: str, tmp_path: Path) -> None:
+def test_a_job_is_opened_at_its_first_request(parquet: str, tmp_path: Path) -> None:
     async def play() -> None:
         async with maker_node(parquet, tmp_path) as node:
             await node.start()
             wanted = node.wanted(0)
-            assert await node.answer(node.ask(wanted)) == UNKNOWN
-            opening = replace(wanted, opening=node.request)
-            assert await node.answer(node.ask(opening)) == REFUSED
+            other = replace(wanted, opening=Raw(encode(replace(node.request, job_id="another"))))
+            for wrong in (other, replace(wanted, opening=Raw(encode(7)))):
+                assert await node.answer(node.ask(wrong)) == REFUSED
+            assert await node.answer(node.ask(wanted)) == REFUSED
             assert await node.answer(node.ask(wanted)) == REFUSED
             assert isinstance(await node.slab(wanted), Given)
             assert [job for job, _ in node.engine.open_datasets()] == [JOB]
@@ -384,7 +386,7 @@ def test_a_job_is_closed_when_the_coordinator_says_so(parquet: str, tmp_path: Pa
         node.making.close_job(JOB)
         assert node.lender.answers[waiting] == REFUSED
         assert node.lender.arenas, "something is still being sent"
-        assert await node.answer(node.ask(node.wanted(4))) == UNKNOWN
+        assert await node.answer(node.ask(node.wanted(4))) == REFUSED
         node.given(sent)
         await node.until_closed()
         assert len(of(await node.slab(node.wanted(4))).batches) == 1
@@ -399,7 +401,7 @@ def test_a_job_that_nobody_asks_for_is_closed(parquet: str, tmp_path: Path) -> N
         assert list(node.engine.open_datasets())
         node.passes(2)
         await node.until_closed()
-        assert await node.answer(node.ask(node.wanted(4))) == UNKNOWN
+        assert await node.answer(node.ask(node.wanted(4))) == REFUSED
 
     play(scene, parquet, tmp_path)
 

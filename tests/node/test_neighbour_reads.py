@@ -79,7 +79,7 @@ async def test_a_block_that_is_only_decoded_is_asked_for_in_that_form(
 ) -> None:
     async with node() as at, lending_node() as lent:
         no_store(at)
-        lent.answer = lambda asked: lent.lending.only_decoded(asked.number, 4321)
+        lent.answer = lambda asked: lent.give_decoded(asked, 4321)
         assert await at.end_of(order(etag, lent.neighbour())) == fetches.HeldDecoded(4321)
         lent.answer = lent.give
         decoded = lent.neighbour(3, form=BlockForm.DECODED)
@@ -90,7 +90,7 @@ async def test_a_block_that_is_only_decoded_is_asked_for_in_that_form(
         lent.answer = lambda asked: lent.lending.refuse(asked.number)
         refused = await at.end_of(order(etag, decoded))
         assert type(refused) is NeighbourGone
-        assert refused.peer == decoded.node_id
+        assert refused.peer == decoded.peer.node_id
         assert awry.seen == []
 
 

@@ -23,8 +23,8 @@ def asked(own_id: str, nodes: JobNodes | None) -> set[str]:
     if nodes is not None:
         neighbours.learn(nodes)
     found = [neighbours.owner_of(dataset, block, ["j"]) for block in range(BLOCKS)]
-    assert all(one is None or (one.job_id, one.key) == ("j", b"k") for one in found)
-    return {own_id if one is None else one.node_id for one in found}
+    assert all(one is None or (one.peer.job_id, one.peer.key) == ("j", b"k") for one in found)
+    return {own_id if one is None else one.peer.node_id for one in found}
 
 
 def node(name: str, arena_bytes: int, worker_count: int = 0) -> NeighbourNode:
@@ -59,7 +59,7 @@ def owned_by(nodes: JobNodes) -> list[str]:
     neighbours = KnownNeighbours("asks", None)
     neighbours.learn(nodes)
     found = [neighbours.owner_of(dataset, block, ["j"]) for block in range(BLOCKS)]
-    return [one.address for one in found if one is not None]
+    return [one.peer.address for one in found if one is not None]
 
 
 def test_blocks_on_disk_stay_with_their_node_when_it_is_started_again():

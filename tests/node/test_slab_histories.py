@@ -41,7 +41,7 @@ class History:
     def answer(self, node: Maker, asked: Asked) -> None:
         drawn = self.chance.random()
         if drawn < 0.1:
-            node.lending.refuse(asked.number, is_unknown=drawn < 0.05)
+            node.lending.refuse(asked.number)
         elif drawn < 0.3:
             later = asyncio.get_running_loop().call_later
             later(self.chance.uniform(0, 1), self.give, node, asked)

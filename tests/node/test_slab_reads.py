@@ -14,7 +14,6 @@ from fetching import BODY, LENGTH, TIMEOUT_S, awry
 from lender import JOB
 from msgspec.structs import replace
 from slab_makers import (
-    OPENING,
     READ,
     REQUEST,
     SLOT_BYTES,
@@ -73,18 +72,6 @@ def test_a_slab_may_be_shorter_than_its_room_or_only_a_note(length: int, note: i
     asyncio.run(play())
 
 
-def test_a_maker_that_does_not_know_the_job_is_told_how_to_open_it() -> None:
-    async def play() -> None:
-        async with reader() as at, makers() as (maker,):
-            maker.answer = maker.unknown_unless_opening
-            end = await at.slab(maker.maker())
-            assert (end.error, end.note) == (None, maker.note)
-            assert at.slot_bytes() == bytes(maker.made.buffer)
-            assert [asked.request.slab for asked in maker.asked] == [REQUEST, OPENING]
-
-    asyncio.run(play())
-
-
 def test_what_opens_a_job_may_be_long_but_not_too_long() -> None:
     """Also more than the socket of a fetcher has room for."""
 
@@ -93,15 +80,9 @@ def test_what_opens_a_job_may_be_long_but_not_too_long() -> None:
             assert (await at.slab(maker.maker())).error is None  # the fetcher is there
             held: list[int] = []
 
-            def hold(asked: Asked) -> None:
-                if asked.request.slab == REQUEST:
-                    maker.lending.refuse(asked.number, is_unknown=True)
-                else:
-                    held.append(asked.number)
-
-            maker.answer = hold
+            maker.answer = lambda asked: held.append(asked.number)
             del maker.asked[:]
-            order = replace(at.order(maker.maker()), request_opening=bytes(150_000))
+            order = replace(at.order(maker.maker()), request=bytes(150_000))
             os.kill(at.fetchers.pids[0], signal.SIGSTOP)
             ends = [asyncio.ensure_future(at.end_of_slab(order)) for _ in range(20)]
             await asyncio.sleep(0)
@@ -114,16 +95,13 @@ def test_what_opens_a_job_may_be_long_but_not_too_long() -> None:
                 maker.lending.refuse(number)
             await asyncio.gather(*ends)
             assert {type(end.result().error) for end in ends} == {NeighbourGone}
-            assert (
-                sorted(len(asked.request.slab) for asked in maker.asked)
-                == [6] * 20 + [150_000] * 20
-            )
-            maker.answer = lambda asked: maker.lending.refuse(asked.number, is_unknown=True)
-            longest = replace(order, request_opening=bytes(wire.BODY_BYTES_MAX))
+            assert [len(asked.request.slab) for asked in maker.asked] == [150_000] * 20
+            maker.answer = lambda asked: maker.lending.refuse(asked.number)
+            longest = replace(order, request=bytes(wire.BODY_BYTES_MAX))
             assert "refused" in str((await at.end_of_slab(longest)).error)
-            longer = replace(order, request_opening=bytes(wire.BODY_BYTES_MAX + 1))
+            longer = replace(order, request=bytes(wire.BODY_BYTES_MAX + 1))
             assert "name fewer urls" in str((await at.end_of_slab(longer)).error)
-            assert len(maker.asked) == 43
+            assert len(maker.asked) == 21
 
     asyncio.run(play())
 
@@ -131,15 +109,12 @@ def test_what_opens_a_job_may_be_long_but_not_too_long() -> None:
 def test_a_refusal_is_told_with_the_makers_name() -> None:
     async def play() -> None:
         async with reader() as at, makers() as (maker,):
-            for is_unknown in (False, True):
-                maker.answer = lambda asked, it=is_unknown: maker.lending.refuse(
-                    asked.number, is_unknown=it
-                )
-                end = await at.slab(maker.maker())
-                assert type(end.error) is NeighbourGone
-                assert end.error.peer == "node-1"
-                assert (end.neighbour_bytes, end.note) == (0, b"")
-            assert [asked.request.slab for asked in maker.asked] == [REQUEST, REQUEST, OPENING]
+            maker.answer = lambda asked: maker.lending.refuse(asked.number)
+            end = await at.slab(maker.maker())
+            assert type(end.error) is NeighbourGone
+            assert end.error.peer == "node-1"
+            assert (end.neighbour_bytes, end.note) == (0, b"")
+            assert [asked.request.slab for asked in maker.asked] == [REQUEST]
             maker.answer = maker.give_slab
             assert (await at.slab(maker.maker())).error is None
 
