@@ -42,7 +42,6 @@ PATIENCE_S = 25.0
 HELD_S = 10.0
 STREAM_IDLE_S = 60.0
 _COMING_MAX = 64
-_NOTHING = Region(0, 0)
 
 
 class Ask(Struct, frozen=True):
@@ -57,8 +56,8 @@ class Ask(Struct, frozen=True):
 
 
 class _Range(Struct, eq=False):
-    """Steps whose slab is being made, when they were last requested or announced, and the requests
-    that wait for the slab.
+    """Steps whose slab is being made, or is here; when they were last requested or, before that,
+    announced; the requests that wait for the slab; and how often it is being sent.
     """
 
     steps: StepRange
@@ -66,13 +65,7 @@ class _Range(Struct, eq=False):
     since: float
     asks: list[Ask] = field(default_factory=list)
     is_requested: bool = False
-
-
-class _MadeSlab(Struct, eq=False):
-    """A slab, and how often it is being sent."""
-
-    slab: Slab
-    since: float
+    slab: Slab | None = None
     sending: int = 0
 
 
@@ -83,17 +76,22 @@ class Answers(Struct, eq=False):
     slab_count: int = 0
     slab_bytes: int = 0
 
-    def give(self, number: int, arena_id: int, slab: Slab, after: Callable[[], None]) -> None:
-        """Send this slab; call `after` once it is no longer read."""
-        self.slab_count += 1
-        self.slab_bytes += slab.bytes_used
-        region = Region(slab.region.offset, slab.bytes_used)
-        note = encode(FromNode(number, slab))
-        self.lender.give(number, region, arena_id, note, ends=(), after=after)
-
-    def tell(self, number: int, arena_id: int, body: FromNodeBody) -> None:
-        """Answer without the bytes of a slab."""
-        self.lender.give(number, _NOTHING, arena_id, encode(FromNode(number, body)), ends=())
+    def give(
+        self,
+        number: int,
+        arena_id: int,
+        body: FromNodeBody,
+        after: Callable[[], None] | None = None,
+    ) -> None:
+        """Send this answer; with `after`, also the bytes of a slab, and call `after` once they are
+        no longer read.
+        """
+        note, region = encode(FromNode(number, body)), Region(0, 0)
+        if isinstance(body, Slab) and after is not None:
+            self.slab_count += 1
+            self.slab_bytes += body.bytes_used
+            region = Region(body.region.offset, body.bytes_used)
+        self.lender.give(number, region, arena_id, note, ends=(), after=after or (lambda: None))
 
 
 class RemoteStream:
@@ -116,9 +114,7 @@ class RemoteStream:
         self._waiting: list[tuple[Ask, Sequence[StepRange]]] = []
         """Requests that came before the order of the stream was known."""
         self._ranges: dict[int, _Range] = {}
-        """The steps whose slabs are being made, by the first step."""
-        self._made: dict[int, _MadeSlab] = {}
-        """The slabs that are made and not released, by their first step."""
+        """The steps whose slabs are being made or not released yet, by the first step."""
         self._is_closed = False
         self.last_asked = self._now = now
         self._worked_at = 0.0
@@ -127,8 +123,8 @@ class RemoteStream:
     @property
     def is_idle(self) -> bool:
         """Whether no node waits for slabs of the stream, or reads them."""
-        is_asked = self._waiting or any(each.asks for each in self._ranges.values())
-        return not (is_asked or any(made.sending for made in self._made.values()))
+        used = (steps.asks or steps.sending for steps in self._ranges.values())
+        return not (self._waiting or any(used))
 
     def begin(self, new_walk: Callable[[StepRange], Walk]) -> None:
         """Make the requested slabs, now that `new_walk` can make walks over the known order."""
@@ -145,15 +141,14 @@ class RemoteStream:
         if self._new_walk is None:
             self._waiting.append((ask, coming))
             return
-        first = ask.steps.first
-        made = self._made.get(first)
-        if made is not None and len(made.slab.batches) > ask.steps.count and not made.sending:
-            self._release(first)
-            made = None
-        if made is not None:
-            self._answer(ask, made)
-        else:
+        steps = self._ranges.get(ask.steps.first)
+        if steps is None or steps.slab is None:
             self._request(ask)
+        elif len(steps.slab.batches) > ask.steps.count and not steps.sending:
+            self._drop(ask.steps.first)
+            self._request(ask)
+        else:
+            self._answer(ask, steps, steps.slab)
         self._follow(coming)
 
     def tick(self, now: float) -> None:
@@ -162,11 +157,9 @@ class RemoteStream:
         self._waiting = [request for request in self._waiting if not self._is_late(request[0])]
         for first, steps in list(self._ranges.items()):
             steps.asks = [ask for ask in steps.asks if not self._is_late(ask)]
-            if not steps.asks and now - steps.since > STREAM_IDLE_S:
+            idle_s = STREAM_IDLE_S if steps.slab is None else HELD_S
+            if not (steps.asks or steps.sending) and now - steps.since > idle_s:
                 self._drop(first)
-        for first, made in list(self._made.items()):
-            if not made.sending and now - made.since > HELD_S:
-                self._release(first)
 
     def close(self) -> None:
         """Refuse all requests. Slabs that are being read are released later."""
@@ -174,11 +167,9 @@ class RemoteStream:
         for ask, _ in self._waiting:
             self._answers.lender.refuse(ask.number)
         self._waiting.clear()
-        for first in list(self._ranges):
-            self._drop(first)
-        for first, made in list(self._made.items()):
-            if not made.sending:
-                self._release(first)
+        for first, steps in list(self._ranges.items()):
+            if not steps.sending:
+                self._drop(first)
 
     def _is_late(self, ask: Ask) -> bool:
         if self._now - ask.since <= PATIENCE_S:
@@ -186,7 +177,7 @@ class RemoteStream:
         if self._now - self._worked_at > PATIENCE_S:
             self._answers.lender.refuse(ask.number)
         else:
-            self._answers.tell(ask.number, self._delivery.delivery_id, Working("making the slab"))
+            self._answers.give(ask.number, self._delivery.delivery_id, Working("making the slab"))
         return True
 
     # -- requests --------------------------------------------------------------------------------
@@ -227,37 +218,37 @@ class RemoteStream:
     def _follow(self, coming: Sequence[StepRange]) -> None:
         """Have the steps made that will be requested next."""
         for steps in coming[:_COMING_MAX]:
-            if steps.first not in self._made:
+            known = self._ranges.get(steps.first)
+            if known is None or known.slab is None:
                 try:
                     self._open(steps)
                 except ConfigError:
                     return
 
     def _drop(self, first: int) -> None:
+        """Make these steps no more, or release their slab."""
         steps = self._ranges.pop(first)
+        if steps.slab is not None:
+            self._engine.release(self._delivery, [steps.slab.slab_id])
+            return
         self._engine.close_stream(steps.served)
         for ask in steps.asks:
             self._answers.lender.refuse(ask.number)
 
-    def _answer(self, ask: Ask, made: _MadeSlab) -> None:
-        slab, arena_id = made.slab, self._delivery.delivery_id
-        made.since = self._now
+    def _answer(self, ask: Ask, steps: _Range, slab: Slab) -> None:
+        steps.since = self._now
         if len(slab.batches) > ask.steps.count:
             self._answers.lender.refuse(ask.number)
-        elif slab.bytes_used > ask.room:
-            self._answers.tell(ask.number, arena_id, slab)
-        else:
-            made.sending += 1
-            self._answers.give(ask.number, arena_id, slab, lambda: self._given(made))
+            return
+        is_sent = slab.bytes_used <= ask.room
+        steps.sending += is_sent
+        after = (lambda: self._given(steps)) if is_sent else None
+        self._answers.give(ask.number, self._delivery.delivery_id, slab, after)
 
-    def _given(self, made: _MadeSlab) -> None:
-        made.sending -= 1
-        if not made.sending:
-            self._release(made.slab.batches[0].step)
-
-    def _release(self, first: int) -> None:
-        made = self._made.pop(first)
-        self._engine.release(self._delivery, [made.slab.slab_id])
+    def _given(self, steps: _Range) -> None:
+        steps.sending -= 1
+        if not steps.sending:
+            self._drop(steps.steps.first)
 
     # -- answers of the engine -------------------------------------------------------------------
 
@@ -277,16 +268,16 @@ class RemoteStream:
             if asks:
                 self._failed(body)
             for ask in asks:
-                self._answers.tell(ask.number, self._delivery.delivery_id, body)
+                self._answers.give(ask.number, self._delivery.delivery_id, body)
 
     def _take(self, steps: _Range, slab: Slab) -> None:
         """Handle the slab of some steps, or of the first of them; the others are left to do."""
         first, count = steps.steps.first, len(slab.batches)
-        if self._ranges.get(first) is not steps or first in self._made:
+        if self._ranges.get(first) is not steps:
             self._engine.release(self._delivery, [slab.slab_id])
             return
-        del self._ranges[first]
-        made = self._made[first] = _MadeSlab(slab, self._now)
+        done = StepRange(first, count)
+        made = self._ranges[first] = _Range(done, steps.served, self._now, slab=slab)
         asks, steps.asks = steps.asks, []
         rest = first + count * steps.served.walk.stream.step_stride
         if count < steps.steps.count and rest not in self._ranges:
@@ -295,7 +286,7 @@ class RemoteStream:
         else:
             self._engine.close_stream(steps.served)
         for ask in asks:
-            self._answer(ask, made)
+            self._answer(ask, made, slab)
 
 
 # -- arenas for other nodes -----------------------------------------------------------------------
