@@ -13,10 +13,8 @@ import itertools
 import math
 import os
 import weakref
-from collections import OrderedDict
 from collections.abc import Sequence
 from fractions import Fraction
-from functools import partial
 
 from msgspec import structs
 from msgspec.structs import replace
@@ -39,7 +37,7 @@ from dataplane.model.records import (
 from dataplane.model.redact import redacted, unsigned
 from dataplane.node.dataset import Dataset, can_pack, dataset_of
 from dataplane.node.job_columns import columns_of
-from dataplane.node.own_reads import Categories
+from dataplane.node.own_reads import Categories, FoundOnce
 from dataplane.plan.changes import scheduled
 from dataplane.plan.columns import categories_to_bytes
 from dataplane.plan.counting import by_temperature, of_tokens, quantised
@@ -72,7 +70,7 @@ class Datasets:
         self._planned: weakref.WeakValueDictionary[_PlanKey, Dataset] = (
             weakref.WeakValueDictionary()
         )
-        self._planning: dict[_PlanKey, asyncio.Future[Dataset]] = {}
+        self._planning = FoundOnce[Dataset]("planning", remembered=0)
         self._numbers = itertools.count(1)
 
     def __len__(self) -> int:
@@ -123,15 +121,10 @@ class Datasets:
         key = (spec, _signed(manifest), packed, values)
         dataset = self._planned.get(key)
         if dataset is None:
-            future = self._planning.get(key)
-            if future is None:
-                loop, number = asyncio.get_running_loop(), self.new_id()
-                future = loop.run_in_executor(
-                    None, self._plan, number, manifest, spec, categories, mapped, packed
-                )
-                self._planning[key] = future
-                future.add_done_callback(partial(self._end_planning, key))
-            dataset = await asyncio.shield(future)
+            of_job = manifest, spec, categories, mapped, packed
+            dataset = await self._planning.of(
+                key, lambda: asyncio.to_thread(self._plan, self.new_id(), *of_job)
+            )
         dataset = self._planned[key] = self.keep(dataset)
         return dataset
 
@@ -179,11 +172,6 @@ class Datasets:
                 check_nulls(dataset.columns.leaves, manifest.nulls, manifest.shards.urls)
             delivered_columns(dataset.columns.specs, spec)
             return dataset
-
-    def _end_planning(self, key: _PlanKey, done: asyncio.Future[Dataset]) -> None:
-        del self._planning[key]
-        if not done.cancelled():
-            done.exception()  # mark it as retrieved: callers that still wait get it
 
 
 def _signed(manifest: Manifest) -> _Signed:
@@ -476,7 +464,7 @@ class Orders:
     """The orders that were used last."""
 
     def __init__(self) -> None:
-        self._orders: OrderedDict[object, asyncio.Future[SampleOrder]] = OrderedDict()
+        self._orders = FoundOnce[SampleOrder]("order", _ORDERS_MAX)
 
     async def of(
         self,
@@ -504,18 +492,5 @@ class Orders:
             view=samples_of(spec.view, spec.seed)[0],
         )
         key = (named, epoch, tuple(tombstones), midway, is_reduced(spec, manifests, epoch))
-        future = self._orders.get(key)
-        if future is None:
-            loop = asyncio.get_running_loop()
-            made = partial(delivered_order, spec, manifests, epoch, tombstones, midway)
-            future = loop.run_in_executor(None, made)
-            self._orders[key] = future
-            future.add_done_callback(partial(self._forget_failed, key))
-            if len(self._orders) > _ORDERS_MAX:
-                self._orders.popitem(last=False)
-        return await asyncio.shield(future)
-
-    def _forget_failed(self, key: object, done: asyncio.Future[SampleOrder]) -> None:
-        """Forget a failed plan, so that the next request for this order tries again."""
-        if (done.cancelled() or done.exception()) and self._orders.get(key) is done:
-            del self._orders[key]
+        of_epoch = spec, manifests, epoch, tombstones, midway
+        return await self._orders.of(key, lambda: asyncio.to_thread(delivered_order, *of_epoch))

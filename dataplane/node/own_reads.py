@@ -159,7 +159,7 @@ class FoundOnce(Generic[T]):
     async def of(self, key: Hashable, find: Callable[[], Awaitable[T]]) -> T:
         """Return the value of this key, which `find` computes if it is not known.
 
-        Raises:  DataplaneError: raised by `find`.
+        Raises:  as `find`.
         """
         if key in self._found:
             return self._found[key]
@@ -185,7 +185,7 @@ class FoundOnce(Generic[T]):
             while len(self._found) > self._remembered:
                 self._found.popitem(last=False)
             sought.result.set_result(value)
-        except DataplaneError as error:
+        except Exception as error:  # noqa: BLE001 - raised where callers wait
             sought.result.set_exception(error)
             sought.result.exception()  # mark it as retrieved, in case no caller waits any more
         finally:
