@@ -41,8 +41,7 @@ from dataplane.arena.memfd import Arena
 from dataplane.base.machine import collect_rarely
 from dataplane.base.trace import configure, tell_suppressed
 from dataplane.fetcher.disk import Disk
-from dataplane.fetcher.neighbours import Hedging, NeighbourReads
-from dataplane.fetcher.slabs import MadeSlabs
+from dataplane.fetcher.neighbours import Hedging, MadeSlabs, NeighbourReads
 from dataplane.model.config import PeerTls
 from dataplane.model.errors import (
     DataplaneError,

@@ -5,12 +5,13 @@ takes.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
-from msgspec import Struct, structs
+from msgspec import Struct, field, structs
 from msgspec.structs import replace
 
 from dataplane.formats import megatron
@@ -34,7 +35,7 @@ from dataplane.plan.shards import starts_of
 from dataplane.plan.views import filters, first_rows, has_shares, shard_words
 from dataplane.rpc import tasks
 from dataplane.rpc.codec import encode
-from dataplane.scheduler.dataset import BlockPlaces, DatasetBlocks, Marks
+from dataplane.scheduler.dataset import BlockPlaces, DatasetBlocks, DatasetLookup, Marks
 from dataplane.store.urls import FILE_PREFIX
 from dataplane.transforms.casts import casts_of
 from dataplane.transforms.codes import with_categories
@@ -511,3 +512,78 @@ def dataset_of(
         kept_bytes=int(kept.sum()),
         categories=categories or {}, digest=digest, stored=StoredRows.of(manifest, spec.view),
     )  # fmt: skip
+
+
+# -- datasets of epochs ----------------------------------------------------------------------------
+#
+# Datasets whose maps draw anew in each epoch: each epoch has blocks of its own.
+#
+# Invariants:
+# 1. A block that a map made for one epoch is used in no other: it belongs to a dataset of that
+#    epoch.
+# 2. The streams of one epoch share its dataset, which is forgotten when the last of them closes.
+
+
+_FIRST_ID = 1 << 40  # beyond the numbers of all other datasets
+
+
+class _OfEpoch(Struct, eq=False):
+    dataset: Dataset
+    streams: set[int] = field(default_factory=set)
+
+
+class EpochDatasets:
+    """The datasets of epochs that streams read. `known` has all datasets by number; `forget` drops
+    the blocks of one.
+    """
+
+    def __init__(self, known: dict[int, Dataset], forget: Callable[[Dataset], None]) -> None:
+        self._known, self._forget = known, forget
+        self._read: dict[tuple[int, int], _OfEpoch] = {}
+        self._left: list[Dataset] = []
+        """Datasets without streams that workers may still use."""
+        self._numbers = itertools.count(_FIRST_ID)
+
+    def of_stream(
+        self, stream_id: int, epoch: int, datasets: Sequence[Dataset]
+    ) -> DatasetLookup | None:
+        """Return what a new stream of an epoch reads instead of these datasets; None if no map
+        draws in each epoch.
+        """
+        if not any(dataset.message.view.per_epoch for dataset in datasets):
+            return None
+        self._drop_unused()
+        return DatasetLookup(
+            *(self._of_epoch(dataset, epoch, stream_id).blocks for dataset in datasets)
+        )
+
+    def _of_epoch(self, dataset: Dataset, epoch: int, stream_id: int) -> Dataset:
+        if not dataset.message.view.per_epoch:
+            return dataset
+        key = dataset.dataset_id, epoch
+        own = self._read.get(key)
+        if own is None:
+            own = self._read[key] = _OfEpoch(dataset.for_epoch(epoch, next(self._numbers)))
+            self._known[own.dataset.dataset_id] = own.dataset
+        own.streams.add(stream_id)
+        return own.dataset
+
+    def is_read(self, stream_id: int) -> bool:
+        """Whether the stream reads blocks that its next epoch does not have."""
+        return any(stream_id in own.streams for own in self._read.values())
+
+    def close(self, stream_id: int) -> None:
+        """Forget the datasets that only this stream has read."""
+        for key, own in list(self._read.items()):
+            own.streams.discard(stream_id)
+            if not own.streams:
+                del self._read[key]
+                self._left.append(own.dataset)
+                self._forget(own.dataset)
+        self._drop_unused()
+
+    def _drop_unused(self) -> None:
+        """Drop the datasets without streams whose blocks are no longer in use."""
+        for dataset in [dataset for dataset in self._left if not dataset.blocks.marks.keys.any()]:
+            self._left.remove(dataset)
+            del self._known[dataset.dataset_id]

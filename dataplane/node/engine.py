@@ -29,7 +29,7 @@ from dataplane.arena.slab_layout import NUMBER_BYTES
 from dataplane.base.trace import Trace
 from dataplane.model.errors import BudgetTooSmall, ClosedError, DataplaneError, NeighbourGone
 from dataplane.model.records import Region
-from dataplane.node.dataset import Dataset, heritage
+from dataplane.node.dataset import Dataset, EpochDatasets, heritage
 from dataplane.node.delivery import (
     Called,
     DeliveryArena,
@@ -46,7 +46,6 @@ from dataplane.node.effects import (
     LentBlocks,
     OtherBlocks,
 )
-from dataplane.node.epoch_datasets import EpochDatasets
 from dataplane.node.fetch import BlockRead, Connect, Fetcher
 from dataplane.node.neighbours import KnownNeighbours
 from dataplane.node.pool import WorkerPool
@@ -251,7 +250,8 @@ class Engine:
         stream = ServedStream(number, walk, send, on_begun=on_begun, maps=named)
         self._streams[stream.stream_id] = stream
         before = None if after is None else after.stream_id
-        own, place = self._epochs.of_stream(stream, delivery.datasets), delivery.delivery_id
+        epoch, place = walk.stream.epoch, delivery.delivery_id
+        own = self._epochs.of_stream(number, epoch, delivery.datasets)
         self._tell(events.StreamStarted(number, place, walk, holder, before, own))
         return stream
 
@@ -264,7 +264,7 @@ class Engine:
 
     def expect_next(self, stream: ServedStream, order: SampleOrder) -> None:
         """Keep blocks for the order that a stream's consumer should read next."""
-        if not (stream.is_closed or self._epochs.is_read(stream)):
+        if not (stream.is_closed or self._epochs.is_read(stream.stream_id)):
             self._tell(events.NextOrderKnown(stream.stream_id, order))
 
     def close_stream(self, stream: ServedStream) -> None:
@@ -272,7 +272,7 @@ class Engine:
         if not stream.is_closed:
             stream.is_closed = True
             self._tell(events.StreamClosed(stream.stream_id))
-            self._epochs.close(stream)
+            self._epochs.close(stream.stream_id)
 
     def refuse_stream(self, stream: ServedStream, error: DataplaneError) -> None:
         """Answer the consumer's requests with this error."""

@@ -38,7 +38,6 @@ from dataplane.node.delivery import (
     slab_sizes,
 )
 from dataplane.node.engine import Engine
-from dataplane.node.following import Following
 from dataplane.node.member import ServedMember, mix_of, progress_of
 from dataplane.node.neighbours import JobTables
 from dataplane.node.opener import (
@@ -50,7 +49,7 @@ from dataplane.node.opener import (
     pixels_of,
     software_of,
 )
-from dataplane.node.places import NodePlaces
+from dataplane.node.places import Following, NodePlaces
 from dataplane.plan import advice
 from dataplane.plan.cluster import Cluster
 from dataplane.plan.order import SampleOrder

@@ -22,9 +22,9 @@ from dataplane.node.counts import stream_of
 from dataplane.node.dataset import Dataset
 from dataplane.node.datasets import check_left, shares_of
 from dataplane.node.delivery import DeliveryArena, ServedStream
-from dataplane.node.following import Following
 from dataplane.node.opener import OpenedJob
 from dataplane.node.own_reads import Categories
+from dataplane.node.places import Following
 from dataplane.plan.changes import (
     Changes as PlannedChanges,
 )

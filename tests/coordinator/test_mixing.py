@@ -20,7 +20,7 @@ from dataplane.model.config import MixtureSpec, SourceSpec
 from dataplane.model.errors import ConfigError, DataplaneError
 from dataplane.model.ledger import LedgerPosition
 from dataplane.model.records import End, Region
-from dataplane.node.following import Following
+from dataplane.node.places import Following
 from dataplane.rpc.membership import (
     ChangeRequest,
     LedgerRequest,

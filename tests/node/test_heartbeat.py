@@ -20,8 +20,8 @@ from dataplane.model.ledger import LedgerEntry, LedgerPosition
 from dataplane.model.records import End, Region, Topology
 from dataplane.node import heartbeat
 from dataplane.node.delivery import ReplacedRows
-from dataplane.node.following import Following
 from dataplane.node.heartbeat import beat_after_s
+from dataplane.node.places import Following
 from dataplane.rpc import tasks
 from dataplane.rpc.membership import (
     HeartbeatRequest,
