@@ -234,9 +234,9 @@ class Reads:
             self._slabs.begin(body)
         elif isinstance(body, fetches.EndSlab):
             self._slabs.give_up(body.number)
-        elif isinstance(body, fetches.AttachDelivery):
+        elif isinstance(body, tasks.AttachArena):
             self._slabs.attach(body.arena_id, *descriptors)
-        elif isinstance(body, fetches.DetachDelivery):
+        elif isinstance(body, tasks.DetachArena):
             self._slabs.detach(body.arena_id)
 
     def _serve(self, read: _Read) -> None:

@@ -313,9 +313,9 @@ class Lender:
             body = said.body
             if isinstance(body, lending.LendingKeys):
                 self._learn(body)
-            elif isinstance(body, lending.LendArena):
+            elif isinstance(body, tasks.AttachArena):
                 self._attach(body.arena_id, *descriptors)
-            elif isinstance(body, lending.ReturnArena):
+            elif isinstance(body, tasks.DetachArena):
                 self._arenas.detach(body.arena_id)
             elif not isinstance(body, lending.StartLending):
                 self._answer(body)

@@ -36,7 +36,7 @@ from dataplane.base.trace import Trace
 from dataplane.model.errors import DataplaneError, NeighbourGone, StoreError
 from dataplane.model.records import StorePause
 from dataplane.node.stored import CacheFolder
-from dataplane.rpc import fetches
+from dataplane.rpc import fetches, tasks
 from dataplane.rpc.fetches import READS_MAX, SLABS_MAX
 from dataplane.rpc.membership import NodeReads
 from dataplane.scheduler.autoscaler import FetcherCount, FetchLook
@@ -191,7 +191,7 @@ class Fetchers:
         for fetcher in self._fetchers:
             if arena_id in fetcher.attached:
                 fetcher.attached.discard(arena_id)
-                fetcher.send(fetches.DetachDelivery(arena_id))
+                fetcher.send(tasks.DetachArena(arena_id))
 
     def trouble(self, url: str) -> StoreError | None:
         """Return why reads of this shard are delayed, according to a fetcher."""
@@ -274,7 +274,7 @@ class Fetchers:
             assert isinstance(order, fetches.ReadSlab)
             if order.arena_id not in fetcher.attached:
                 fetcher.attached.add(order.arena_id)
-                fetcher.send(fetches.AttachDelivery(order.arena_id), (slab.arena_fd,))
+                fetcher.send(tasks.AttachArena(order.arena_id), (slab.arena_fd,))
             fetcher.slabs[order.number] = slab
             fetcher.send(order)
 

@@ -33,7 +33,7 @@ from dataplane.rpc.address import (
 )
 from dataplane.rpc.fetches import Neighbour, Peer
 from dataplane.rpc.membership import JobNodes, KnownNodes, NeighbourNode
-from dataplane.rpc.tasks import BLOCK_ARENA
+from dataplane.rpc.tasks import BLOCK_ARENA, AttachArena, DetachArena
 from dataplane.worker.forking import fork_server
 from dataplane.worker.process import HUNG_S, WorkerProcess, kill_all
 
@@ -54,7 +54,7 @@ from dataplane.worker.process import HUNG_S, WorkerProcess, kill_all
 
 _PAUSE_S, _PAUSE_S_MAX = 0.1, 10.0
 _NO_LIMIT = 0
-_PROBE = lending.ToLender(lending.ReturnArena((1 << 64) - 1))
+_PROBE = lending.ToLender(DetachArena((1 << 64) - 1))
 """Checks whether the lender reads messages; has no effect, since no arena has this number."""
 
 OnAsked = Callable[[lending.Asked], None]
@@ -139,14 +139,14 @@ class Lending:
         self.return_arena(arena_id)
         if not self._closed:
             self._arenas[arena_id] = os.dup(fd)
-            self._send(lending.LendArena(arena_id), (fd,))
+            self._send(AttachArena(arena_id), (fd,))
 
     def return_arena(self, arena_id: int) -> None:
         """Stop giving regions of this arena; does nothing if the arena is not lent."""
         fd = self._arenas.pop(arena_id, None)
         if fd is not None:
             os.close(fd)
-            self._send(lending.ReturnArena(arena_id))
+            self._send(DetachArena(arena_id))
 
     def give(
         self,
@@ -216,7 +216,7 @@ class Lending:
         self._send(start, (self._arena.fd, self._listener.fileno()))
         self._trace.started("lender started")
         for arena_id, fd in self._arenas.items():
-            self._send(lending.LendArena(arena_id), (fd,))
+            self._send(AttachArena(arena_id), (fd,))
 
     def _send(self, body: lending.ToLenderBody, descriptors: tuple[int, ...] = ()) -> None:
         if self._process is not None:

@@ -11,6 +11,7 @@ from dataplane.model.config import PeerTls
 from dataplane.model.errors import DataplaneError
 from dataplane.model.records import BlockForm, Region, StorePause, Unsigned
 from dataplane.rpc.codec import Message
+from dataplane.rpc.tasks import AttachArena, DetachArena
 
 
 class StartFetching(Message, frozen=True):
@@ -246,7 +247,7 @@ class ReadSlab(Message, frozen=True):
     number: Unsigned  # chosen by the node, never reused
     maker: Peer
     request: bytes  # an encoded MakeSlab
-    arena_id: Unsigned  # an arena of AttachDelivery
+    arena_id: Unsigned  # an arena of AttachArena
     into: Region  # the room for the slab
 
     @property
@@ -261,22 +262,10 @@ class EndSlab(Message, frozen=True):
     number: Unsigned
 
 
-class AttachDelivery(Message, frozen=True):
-    """Attach a delivery arena, into which slabs will be read. Its descriptor is sent along."""
-
-    arena_id: Unsigned
-
-
-class DetachDelivery(Message, frozen=True):
-    """Detach a delivery arena: no slab is read into it any more."""
-
-    arena_id: Unsigned
-
-
 DiskBody = ReadKept | WriteKept | ScanKept
 ReadBody = ReadRange | DiskBody
 ToFetcherBody = (
-    StartFetching | ReadBody | StorePause | ReadSlab | EndSlab | AttachDelivery | DetachDelivery
+    StartFetching | ReadBody | StorePause | ReadSlab | EndSlab | AttachArena | DetachArena
     | ReadParts
 )  # fmt: skip
 FromFetcherBody = (

@@ -13,6 +13,7 @@ from msgspec import Raw
 from dataplane.model.config import PeerTls
 from dataplane.model.records import BlockForm, Region, Stream, Unsigned
 from dataplane.rpc.codec import Message
+from dataplane.rpc.tasks import AttachArena, DetachArena
 
 NO_DATASET = bytes(16)
 """The `dataset` of a Request for a slab or a manifest. The bytes of a manifest are requested like
@@ -108,7 +109,7 @@ class Give(Message, frozen=True):
 
     number: Unsigned
     region: Region
-    arena_id: Unsigned = 0  # 0: the block arena; otherwise an arena of LendArena
+    arena_id: Unsigned = 0  # 0: the block arena; otherwise an arena of AttachArena
     note: bytes = b""  # for a slab: an encoded FromNode
     more: tuple[Region, ...] = ()  # further regions of the same arena
     ends: tuple[Unsigned, ...] = ()  # one for each block; of a slab: ()
@@ -120,18 +121,6 @@ class Refuse(Message, frozen=True):
     number: Unsigned
 
 
-class LendArena(Message, frozen=True):
-    """Attach an arena, regions of which may be given. Its descriptor is sent along."""
-
-    arena_id: Unsigned
-
-
-class ReturnArena(Message, frozen=True):
-    """Detach an arena: no more regions of it will be given."""
-
-    arena_id: Unsigned
-
-
 class Given(Message, frozen=True):
     """The lender no longer reads the regions of a Give."""
 
@@ -139,7 +128,7 @@ class Given(Message, frozen=True):
     sent_bytes: Unsigned = 0  # bytes that the neighbour has received; 0 unless all have arrived
 
 
-ToLenderBody = StartLending | LendingKeys | Give | Refuse | LendArena | ReturnArena
+ToLenderBody = StartLending | LendingKeys | Give | Refuse | AttachArena | DetachArena
 FromLenderBody = Asked | Given
 
 

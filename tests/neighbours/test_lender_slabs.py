@@ -29,7 +29,7 @@ from msgspec.structs import replace
 from dataplane.arena.memfd import Arena
 from dataplane.model.records import BlockForm, Region
 from dataplane.neighbours import wire
-from dataplane.rpc import lending, local
+from dataplane.rpc import lending, local, tasks
 from dataplane.security.admission import AdmissionRules
 
 __all__ = ["bench", "every_line_is_written"]
@@ -65,7 +65,7 @@ def made(bench: Bench) -> Arena:
     bench.connected.append(arena)
     arena.reserve(0, 1 << 20)
     arena.buffer[:] = os.urandom(1 << 20)
-    local.send(bench.sock, lending.ToLender(lending.LendArena(5)), (arena.fd,))
+    local.send(bench.sock, lending.ToLender(tasks.AttachArena(5)), (arena.fd,))
     return arena
 
 
@@ -248,7 +248,7 @@ def test_what_is_no_arena_costs_nothing_but_a_refusal(
 ) -> None:
     fd = os.memfd_create("unsealed")
     os.ftruncate(fd, 4096)
-    local.send(bench.sock, lending.ToLender(lending.LendArena(5)), (fd,))
+    local.send(bench.sock, lending.ToLender(tasks.AttachArena(5)), (fd,))
     os.close(fd)
     sock = bench.opened()
     asked = ask(bench, sock)
