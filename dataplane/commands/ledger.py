@@ -10,6 +10,7 @@ import getpass
 import json
 import socket
 import sys
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -50,7 +51,7 @@ from dataplane.model.changes import (
     last_of,
     rows_layout,
 )
-from dataplane.model.errors import ConfigError
+from dataplane.model.errors import ConfigError, PeerLost
 from dataplane.model.ledger import Ledger, LedgerEntry, text_faults
 from dataplane.model.records import Tombstone
 from dataplane.rpc.bounds import NAME_LENGTH_MAX
@@ -62,24 +63,34 @@ if TYPE_CHECKING:
 
 # -- changes -----------------------------------------------------------------------------------
 
-_PAUSE_S = 0.25
+_PAUSE_S, _AWAY_S = 0.25, 60.0
 
 
 def changed(settings: Settings, request: ChangeRequest) -> tuple[LedgerEntry, ChangeResponse]:
-    """Send a change to the coordinator, again and again until the ranks of the job have agreed.
-    Return the entry that the coordinator has made, and its answer.
+    """Send a change to the coordinator, until the ranks of the job have agreed: see `decided`."""
+    return asked_coordinator(settings, lambda client: decided(client, request))
+
+
+async def decided(
+    client: CoordinatorClient, request: ChangeRequest
+) -> tuple[LedgerEntry, ChangeResponse]:
+    """Send a change again and again until the coordinator has made its entry. Return the entry, and
+    the last answer. The coordinator may restart meanwhile, before or after it makes the entry.
 
     Raises:  ConfigError: the change is not possible.  PeerLost, AccessDenied: as the call.
     """
-
-    async def until_decided(client: CoordinatorClient) -> tuple[LedgerEntry, ChangeResponse]:
-        while True:
+    until = 0.0
+    while True:
+        try:
             answer = await client.change(request)
+        except PeerLost:
+            if time.monotonic() >= until:
+                raise
+        else:
+            until = time.monotonic() + _AWAY_S
             if answer.entry is not None:
                 return answer.entry, answer
-            await asyncio.sleep(_PAUSE_S)
-
-    return asked_coordinator(settings, until_decided)
+        await asyncio.sleep(_PAUSE_S)
 
 
 def who() -> str:

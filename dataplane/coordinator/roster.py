@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from dataplane.coordinator.layout import Seats
 from dataplane.coordinator.ledger import JobLedger
 from dataplane.coordinator.makers import Makers
-from dataplane.coordinator.mixing import Mixing, asked_place, checked_weights
+from dataplane.coordinator.mixing import PROPOSED_S, Mixing, asked_place, checked_weights
 from dataplane.coordinator.records import (
     Forget,
     Incarnation,
@@ -385,8 +385,8 @@ class Roster:
         self.members[member.member_id] = member
 
     def mix(self, request: MixAsked, by: str, now: float) -> tuple[ChangeResponse, list[Write]]:
-        """Change the weights of a mixture: at once if nobody reads the job, otherwise when all
-        members agree.
+        """Change the weights of a mixture: at once if nobody reads the job, or is likely to come
+        back to it, otherwise when all members agree.
 
         Raises:  ConfigError: the weights do not suit the job, or the job has already passed the
         place where they take effect.
@@ -395,7 +395,8 @@ class Roster:
         weights, writes = checked_weights(job, request), list[Write]()
         if entry is None:
             self.ledger.check_may_change()
-            if self.is_idle:
+            if self.is_idle and not self._may_return(now):
+                self.mixing = Mixing()
                 at = asked_place(job, request) or LedgerPosition(job.epoch, job.cursor)
                 writes = self.ledger.mix(job, request.request, weights, at, by, now)
             else:
@@ -466,6 +467,14 @@ class Roster:
             *self.ledger.remove(),
             Forget(Job, job_id),
         ]
+
+    def _may_return(self, now: float) -> bool:
+        """Whether members whose node died may soon come back with another one. How far they have
+        read is not known: a place that is decided without them may lie behind them.
+        """
+        gone = (self.members[member_id] for member_id in self._gone)
+        is_recent = now - self.job.active_at < PROPOSED_S
+        return is_recent and any(member.phase is Phase.EXPIRED for member in gone)
 
     def _has_left(self, member_id: str) -> bool:
         return self.members[member_id].phase is Phase.LEFT

@@ -151,11 +151,31 @@ def test_3_the_end_of_a_lease_is_on_disk_with_the_entry_that_follows(machine):
     for _ in range(8):  # the machine's clock of leases goes on by events
         machine.now += LEASE_S / 3
         machine.ask(StatusRequest("j"))
+    assert machine.ask(mix()).entry is None  # the member may come back
+    machine.now += mixing.PROPOSED_S
     assert machine.ask(mix()).entry is not None
     before = machine.ask(LedgerRequest("j")).entries
     machine.restart()
     assert machine.ask(LedgerRequest("j")).entries == before
     assert [one.kind for one in before] == ["start", "end", "mix"]
+
+
+def test_members_whose_node_died_promise_when_they_are_back(machine):
+    arrive(machine)
+    say(machine, 0, 48)
+    machine.restart()
+    machine.ask(mix())
+    for _ in range(5):
+        machine.wait(LEASE_S / 3)
+        machine.ask(StatusRequest("j"))
+    asked = machine.ask(mix())
+    assert (asked.entry, asked.is_running, asked.awaited_ranks) == (None, False, ())
+    arrive(machine)
+    proposal = say(machine, 0, 96).proposal
+    assert machine.ask(mix()).awaited_ranks == (0,)
+    (entry,) = say(machine, 0, 96, promise(160, proposal.request)).entries
+    assert entry.position == LedgerPosition(0, 160)
+    assert machine.ask(mix()).entry == entry
 
 
 def test_a_place_beyond_all_epochs_is_refused(machine):

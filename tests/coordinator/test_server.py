@@ -1,6 +1,7 @@
 """The server: where it listens, what it refuses, how it stops and comes back."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -15,8 +16,10 @@ from membership import SPEC, VERSION, progress
 from msgspec import structs
 from trusted import OWN, TOKEN, TRUSTED, beat, join, node
 
+from dataplane.commands.ledger import decided
 from dataplane.coordinator.front import CoordinatorConfig
 from dataplane.coordinator.server import CoordinatorServer
+from dataplane.model.changes import dataset_of, rows_layout
 from dataplane.model.errors import (
     ClosedError,
     ConfigError,
@@ -26,9 +29,16 @@ from dataplane.model.errors import (
     SpecMismatch,
     VersionMismatch,
 )
-from dataplane.model.records import ColumnOptions
+from dataplane.model.ledger import LedgerPosition
+from dataplane.model.records import ColumnOptions, Tombstone
 from dataplane.rpc.calls import CoordinatorClient
-from dataplane.rpc.membership import JoinResponse, StatusRequest
+from dataplane.rpc.membership import (
+    ChangeRequest,
+    JoinResponse,
+    MixPromise,
+    RowsTaken,
+    StatusRequest,
+)
 from dataplane.rpc.serve import GrpcServer
 from dataplane.rpc.services import COORDINATOR
 
@@ -101,6 +111,47 @@ async def test_a_coordinator_killed_and_restarted_stops_no_rank(tmp_path):
     process, again = await start_process(database, address)
     with pytest.raises(SpecMismatch, match="asks for seed=7"):
         await client.join(join(1, incarnation="i2", spec=structs.replace(SPEC, seed=7)))
+    await client.close()
+    await kill(process)
+
+
+class Answered(CoordinatorClient):
+    """A client that notes the first answer to a change."""
+
+    is_answered = False
+
+    async def change(self, request):
+        answer = await super().change(request)
+        self.is_answered = True
+        return answer
+
+
+async def test_a_change_is_agreed_on_although_the_coordinator_restarts_meanwhile(tmp_path):
+    host = ".".join(map(str, (127, *os.urandom(2), 1)))
+    process, address = await start_process(tmp_path / "c.db", f"{host}:0")
+    client = Answered(address, TRUSTED, patience_s=60.0, identity=OWN)
+    await client.join(join(0, 1))
+    reading = progress(began=(0, 0))
+    await client.heartbeat(beat(reading))
+
+    async def proposed():
+        while True:
+            with contextlib.suppress(PeerLost):
+                (verdict,) = (await client.heartbeat(beat(reading))).verdicts
+                if verdict.proposal is not None and client.is_answered:
+                    return MixPromise(verdict.proposal.request, LedgerPosition(0, 32))
+            await asyncio.sleep(0.01)
+
+    rows = RowsTaken((Tombstone(0, 4),), rows_layout(SPEC, dataset_of(SPEC, None)))
+    change = asyncio.create_task(decided(client, ChangeRequest("j", "me@here", tombstones=rows)))
+    await proposed()
+    await kill(process)
+    process, _ = await start_process(tmp_path / "c.db", address)
+    promise = await proposed()
+    (verdict,) = (await client.heartbeat(beat(structs.replace(reading, promise=promise)))).verdicts
+    entry, answer = await change
+    assert verdict.entries == (entry,)
+    assert (answer.is_running, entry.position) == (True, LedgerPosition(0, 32))
     await client.close()
     await kill(process)
 
