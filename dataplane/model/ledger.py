@@ -122,11 +122,12 @@ class PlannedStage(Struct, frozen=True):
 
 class Schedule(Struct, frozen=True):
     """The rest of a run's schedule: the present stage and the stages after it. `made` counts the
-    steps of the present stage that are over.
+    steps of the present stage that are over. `over` has a hash of each stage before it.
     """
 
     made: Unsigned
     stages: tuple[PlannedStage, ...]
+    over: tuple[str, ...] = ()
 
 
 class Ledger(Struct, frozen=True):

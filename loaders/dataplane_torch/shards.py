@@ -50,8 +50,14 @@ class Shards(IterableDataset[Batch]):
 
     def __init__(self, urls: Sequence[str], job: UrlJob | None = None) -> None:
         super().__init__()
-        self.urls = tuple(urls)
+        self._urls = tuple(urls)
         self._job = None if job is None else weakref.ref(job)
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The urls of the present stage."""
+        job = None if self._job is None else self._job()
+        return self._urls if job is None else job.urls
 
     def __len__(self) -> int:
         """Return the number of samples that all ranks read in the present epoch. Open the dataset.
@@ -68,7 +74,7 @@ class Shards(IterableDataset[Batch]):
         return True
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_job": None}
+        return {**self.__dict__, "_urls": self.urls, "_job": None}
 
     def __iter__(self) -> Iterator[Batch]:
         """Refuse to iterate, which only the loader can do.
@@ -111,7 +117,6 @@ class UrlJob:
         target: Target | None = None,
     ) -> None:
         self._stages, self._number = stages, 0
-        self.urls = self._job.request.source.urls
         has_columns = self._job.parts.columns != ()  # without columns, no slabs are requested
         self._session = Session(
             self._job.endpoint,
@@ -177,6 +182,11 @@ class UrlJob:
         self._reader = self._last = self._digested = reader
         self._digest_from = reader.start_cursor
         return reader
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The urls of the present stage."""
+        return self._job.request.source.urls
 
     @property
     def dataset(self) -> Shards:
@@ -445,7 +455,8 @@ class UrlJob:
         if len(self._stages) == 1:
             return None
         lasts = tuple(stage.lasts for stage in self._stages[self._number :])
-        return Schedule(self._steps_made, lasts)
+        over = tuple(stage.digest for stage in self._stages[: self._number])
+        return Schedule(self._steps_made, lasts, over)
 
     def _turn(self) -> bool:
         """Begin the stages that are due. Return whether one may have begun."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
@@ -14,7 +15,7 @@ from dataplane.base.units import whole
 from dataplane.client.stages import FINISH, RESTART, STAGES_MAX, UNREAD, Named
 from dataplane.client.state import RunState
 from dataplane.model.errors import ConfigError
-from dataplane.model.ledger import PLACE_MAX, PlannedStage
+from dataplane.model.ledger import PLACE_MAX, PlannedStage, canonical
 from dataplane.rpc.messages import OpenJob
 from dataplane_torch.arguments import JobToOpen, before_of, job_of
 from dataplane_torch.options import (
@@ -108,6 +109,14 @@ class StageToOpen(Struct, frozen=True):
     lasts: PlannedStage = PlannedStage()
     before: Named = ()
 
+    @property
+    def digest(self) -> str:
+        """16 hex digits over the recipe of the stage, and how long it lasts."""
+        lasts, request = self.lasts, self.job.request
+        names = [*_urls_of(request)]
+        facts = [request.spec.facts(), names, lasts.steps, lasts.epochs, lasts.change]
+        return hashlib.blake2b(canonical(facts).encode(), digest_size=8).hexdigest()
+
 
 def stages_of(given: Arguments) -> tuple[StageToOpen, ...]:
     """Return the stages of a loader with these arguments.
@@ -142,7 +151,8 @@ def scheduled(stages: Sequence[StageToOpen], state_dict: object) -> tuple[int, i
     """Return the number of the stage of a schedule in which this state was saved, and how many of
     its steps were made.
 
-    Raises:  ConfigError: the schedule has no such stage, or this is not a state.
+    Raises:  ConfigError: the schedule has no such stage, stages that are over differ, or this is
+    not a state.
     """
     if len(stages) == 1 or not isinstance(state_dict, Mapping) or not state_dict:
         return 0, 0
@@ -154,7 +164,18 @@ def scheduled(stages: Sequence[StageToOpen], state_dict: object) -> tuple[int, i
             f" {len(stages)} stages: keep the stages that are over in stages=",
             field="stages",
         )
-    return number, 0 if state.schedule is None else state.schedule.made
+    if state.schedule is None:
+        return number, 0
+    for at, (digest, stage) in enumerate(zip(state.schedule.over, stages, strict=False), 1):
+        if digest != stage.digest:
+            lasts = f"steps={stage.lasts.steps}, epochs={stage.lasts.epochs}"
+            raise ConfigError(
+                f"stage {at} of stages= ({lasts}, {stage.lasts.options or 'no options'}) is not the"
+                " one that this run has read, which is over: the state is of stage"
+                f" {number + 1}. Keep stages that are over as they were, and change later ones",
+                field="stages",
+            )
+    return number, state.schedule.made
 
 
 def _check(stages: object, given: Arguments) -> None:

@@ -202,6 +202,36 @@ def test_a_run_takes_up_a_schedule_and_changes_within_it(folder: Path) -> None:
         pass
 
 
+def test_stages_that_are_over_stay_as_they_were(folder: Path) -> None:
+    urls, first = some(folder, 0, 1), Stage(steps=4)
+    second = Stage(epochs=1, change="restart", window=9)
+    last = Stage(some(folder, 1, 2), seed=4)
+    with ranks(urls, stages=[first, second, last], end="drop") as (loader,):
+        passes = [read([loader]) for _ in range(3)]
+        assert loader.dataset.urls == (*some(folder, 1, 2),)
+        state = plain(loader.state_dict())
+        rest = read([loader])
+        assert [len(steps) for steps in passes] == [4, 5, 5]
+    third = Stage(some(folder, 1, 2), seed=4, epochs=1)
+    later = Stage(some(folder, 1, 2), seed=4, global_batch_size=12)
+    for number, stages in (
+        (1, [Stage(steps=5), second, last]),
+        (1, [Stage(steps=4, max_length=3), second, last]),
+        (1, [Stage(steps=4, seed=9), second, last]),
+        (1, [Stage(recipes.mixed(folder), steps=4), second, last]),
+        (2, [first, Stage(epochs=1, change="unread", window=9), last]),
+        (1, [Stage(epochs=1, window=9), third, later]),  # the first was removed
+    ):
+        with (
+            pytest.raises(ConfigError, match=rf"stage {number} of stages= .* which is over"),
+            ranks(urls, 1, state, end="drop", stages=stages),
+        ):
+            pass
+    moved = [Stage(urls[::-1], steps=4), second, last]
+    with ranks(urls, 2, state, end="drop", stages=moved) as loaders:
+        assert read(loaders) == rest
+
+
 def test_a_ledger_traces_every_step_and_plan_shows_stages_behind_and_ahead(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
