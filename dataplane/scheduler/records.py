@@ -402,13 +402,15 @@ class Delivery(Struct, eq=False):
         held = {loan.task.number for loan in self.lent.values() if not loan.task.oversize}
         return len(held) > self.slots.layout.held_slots
 
-    def was_late(self) -> None:
-        """Note that a trainer waits for a slab while workers are free: from now on more slabs are
-        made ahead.
+    def was_late(self, others: int, *, are_free: bool) -> None:
+        """Note that a trainer waits for a slab: from now on, more are made ahead if workers
+        `are_free`, and otherwise as many as for other trainers, `others`.
         """
         self.in_time = 0
         most = max(self.slots.layout.slot_count - _NOT_AHEAD, AHEAD_SLOTS_MIN)
-        self.ahead = min(2 * self.ahead, most)
+        # Workers make pieces in the order of their slabs' starts, so trainers that wait get slabs
+        # at rates in proportion to how many are made ahead.
+        self.ahead = max(self.ahead, min(2 * self.ahead if are_free else others, most))
 
     def was_in_time(self) -> None:
         """Note that a slab was ready when it was requested: after many such slabs, fewer are made

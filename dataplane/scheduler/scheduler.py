@@ -298,9 +298,9 @@ class Scheduler:
                 self._was_late(stream)
 
     def _was_late(self, stream: StreamState) -> None:
-        """Make more slabs ahead, since a trainer waits, if somebody can make them."""
-        if not self._tasks.have_enough(self._workers.count) or self._elsewhere.is_short:
-            stream.delivery.was_late()
+        """Make more slabs ahead, since a trainer waits: see Delivery.was_late."""
+        are_free = not self._tasks.have_enough(self._workers.count) or self._elsewhere.is_short
+        stream.delivery.was_late(self._deliveries.ahead_max, are_free=are_free)
 
     # -- time ------------------------------------------------------------------------------------
 

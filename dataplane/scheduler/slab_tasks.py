@@ -461,6 +461,11 @@ class Deliveries:
         """Return an open delivery."""
         return self.by_id[delivery_id]
 
+    @property
+    def ahead_max(self) -> int:
+        """The most slabs that are made ahead for a delivery."""
+        return max(delivery.ahead for delivery in self.by_id.values())
+
     def opened(self, event: DeliveryOpened) -> None:
         """Add a delivery, perhaps the first of its group."""
         group = None

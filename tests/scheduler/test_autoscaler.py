@@ -167,7 +167,8 @@ def test_workers_that_make_whole_slabs_are_all_busy_while_a_trainer_waits(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "workers", "is_divisible"), [(2, 1, False), (8, 4, True), (4, 16, True)]
+    ("ranks", "workers", "is_divisible"),
+    [(2, 1, False), (8, 4, True), (3, 8, True), (4, 16, True), (3, 32, True), (5, 32, True)],
 )
 def test_ranks_of_one_host_get_equal_shares_of_its_workers(
     ranks: int, workers: int, is_divisible: bool

@@ -180,8 +180,11 @@ def test_slabs_are_made_ahead_of_a_consumer_as_far_as_slots_allow() -> None:
 def test_a_trainer_that_waits_has_all_free_slots_used_and_one_that_does_not_has_fewer() -> None:
     delivery = Delivery(1, Slots(plan_slots(1 << 20, 4096, 20)), DatasetLookup())
     assert delivery.ahead == AHEAD_SLOTS_MIN
+    for others, ahead in (0, AHEAD_SLOTS_MIN), (9, 9), (5, 9):
+        delivery.was_late(others, are_free=False)
+        assert delivery.ahead == ahead
     for _ in range(20):
-        delivery.was_late()
+        delivery.was_late(0, are_free=True)
     assert delivery.ahead == delivery.slots.layout.slot_count - 3
     for _ in range(10_000):
         delivery.was_in_time()
