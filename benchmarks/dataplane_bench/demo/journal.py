@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sysconfig
 import zlib
 from collections.abc import Iterator
@@ -176,7 +177,11 @@ def parquet_shards(text: Corpus, shard_count: int, group_rows: int) -> dict[str,
 
 
 def _sources() -> Iterator[Path]:
-    library = Path(sysconfig.get_path("stdlib"))
-    for source in sorted(library.rglob("*.py")):
-        if _NOT_THE_LIBRARY.isdisjoint(source.relative_to(library).parts):
-            yield source
+    """Yield the library's modules in sorted order, without a look into folders of installed
+    packages: they hold a hundred times as many files.
+    """
+    sources: list[Path] = []
+    for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
+        folders[:] = set(folders) - _NOT_THE_LIBRARY
+        sources += (Path(folder, name) for name in names if name.endswith(".py"))
+    yield from sorted(sources)
