@@ -108,7 +108,7 @@ def _hook(root: Path) -> BuildHookInterface[BuilderConfig]:
 
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("which", ALL)
-def test_the_sources_compile_without_a_warning(
+def test_sources_compile_without_a_warning_to_a_library_of_no_other_sources(
     project: Path, which: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CFLAGS", "-O1 -Werror -Wpedantic -Wshadow")
@@ -119,16 +119,6 @@ def test_the_sources_compile_without_a_warning(
     assert sorted((project / library.path).parent.iterdir()) == sorted(
         [*before, project / library.path]
     )
-
-
-@pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("which", ALL)
-def test_a_library_of_other_sources_is_not_used(
-    project: Path, which: Loaded, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CFLAGS", "-O0")
-    library = which.library
-    compile_library(library, project)
     with library.sources_in(project)[-1].open("a") as source:
         source.write("\n")
     missing = which.load(project / library.path, project / library.sources)
@@ -146,24 +136,6 @@ def test_what_is_no_library_is_not_used(project: Path, which: Loaded) -> None:
         assert way in message
 
 
-@pytest.mark.usefixtures("compiler")
-def test_a_build_has_the_libraries_and_the_platform_in_its_name(
-    project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CFLAGS", "-O0")
-    build: dict[str, Any] = {"artifacts": []}
-    _hook(project).initialize("standard", build)
-    assert build["artifacts"] == [
-        "dataplane/worker/libkernel.so",
-        "dataplane/transforms/libpixels.so",
-        "dataplane/plan/libloops.so",
-        "dataplane/formats/libparquet_facts.so",
-        "dataplane/store/libreceive.so",
-    ]
-    assert build["pure_python"] is False
-    assert build["tag"].startswith("py3-none-linux_")
-
-
 @pytest.mark.parametrize("compiler_name", ["false", "no-such-compiler-anywhere"])
 def test_a_build_without_a_compiler_fails_and_says_why(
     project: Path,
@@ -178,27 +150,6 @@ def test_a_build_without_a_compiler_fails_and_says_why(
     assert not (project / KERNEL.path).exists()
     message = f"{KERNEL.sources} is not compiled, and Dataplane needs it"
     assert message.replace(" ", "") in "".join("".join(capsys.readouterr()).split())
-
-
-@pytest.mark.usefixtures("compiler")
-def test_a_build_without_libjpeg_goes_on_and_says_that_pillow_decodes_jpegs(
-    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("CFLAGS", "-O0")
-    header = project / "conda" / "include" / "jpeglib.h"
-    header.parent.mkdir(parents=True)
-    header.write_text('#error "no jpeglib.h"\n')
-    monkeypatch.setenv("CONDA_PREFIX", str(project / "conda"))
-    build: dict[str, Any] = {"artifacts": []}
-    _hook(project).initialize("standard", build)
-    assert build["artifacts"] == [str(library.path) for library in LIBRARIES]
-    assert "Pillow decodes JPEGs".replace(" ", "") in "".join("".join(capsys.readouterr()).split())
-    made = pixels_library.load(project / PIXELS.path, project / PIXELS.sources)
-    assert made.missing == "libpixels.so: compiled without the headers of libjpeg-turbo"
-    assert made.name.startswith("kernels ")
-    monkeypatch.setenv("PORTABLE_WHEEL", "1")
-    with pytest.raises(SystemExit):
-        _hook(project).initialize("standard", build)
 
 
 def test_without_a_compiler_the_one_of_ziglang_is_installed_and_taken(
@@ -224,6 +175,10 @@ _WITHOUT_LIBJPEG = _NO_HEADER.replace(
     "echo", 'case "$*" in *WITHOUT_LIBJPEG*) exec cc "$@" -O0;; esac\necho', 1
 )
 _NO_LIBRARY = "#!/bin/sh\necho '/usr/bin/ld: cannot find -ljpeg' >&2\nexit 1\n"
+_LINKS_NO_LIBJPEG = (
+    f'#!/bin/sh\ncase "$*" in *-ljpeg*) {_NO_LIBRARY.splitlines()[1]}; exit 1;; esac\n'
+    'exec cc "$@" -O0\n'
+)
 _OTHER_LIBJPEG = "#!/bin/sh\necho 'jpeg.h:14:2: error: #error \"the headers\"' >&2\nexit 1\n"
 
 
@@ -246,6 +201,34 @@ def test_missing_headers_are_one_line_that_says_what_to_install(
 
 
 @pytest.mark.usefixtures("compiler")
+def test_a_build_without_libjpeg_goes_on_and_says_that_pillow_decodes_jpegs(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compiler = project / "compiler"
+    compiler.write_text(_LINKS_NO_LIBJPEG)
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    build: dict[str, Any] = {"artifacts": []}
+    _hook(project).initialize("standard", build)
+    assert build["artifacts"] == [
+        "dataplane/worker/libkernel.so",
+        "dataplane/transforms/libpixels.so",
+        "dataplane/plan/libloops.so",
+        "dataplane/formats/libparquet_facts.so",
+        "dataplane/store/libreceive.so",
+    ]
+    assert build["pure_python"] is False
+    assert build["tag"].startswith("py3-none-linux_")
+    assert "Pillow decodes JPEGs".replace(" ", "") in "".join("".join(capsys.readouterr()).split())
+    made = pixels_library.load(project / PIXELS.path, project / PIXELS.sources)
+    assert made.missing == "libpixels.so: compiled without the headers of libjpeg-turbo"
+    assert made.name.startswith("kernels ")
+    monkeypatch.setenv("PORTABLE_WHEEL", "1")
+    with pytest.raises(SystemExit):
+        _hook(project).initialize("standard", build)
+
+
+@pytest.mark.usefixtures("compiler")
 def test_a_libjpeg_of_conda_is_found_and_loaded_from_there(
     project: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -259,15 +242,13 @@ def test_a_libjpeg_of_conda_is_found_and_loaded_from_there(
     # Its header is the platform's now, and its library a copy of the platform's.
     (environment / "include" / "jpeglib.h").write_text("#include_next <jpeglib.h>\n")
     path = project / PIXELS.path
-    monkeypatch.delenv("CONDA_PREFIX")
-    compile_library(PIXELS, project)
     (environment / "lib").mkdir()
-    linked = subprocess.run(["ldd", path], check=True, capture_output=True, text=True).stdout
+    own = ["ldd", ROOT / PIXELS.path]
+    linked = subprocess.run(own, check=True, capture_output=True, text=True).stdout
     (found,) = [line.split()[2] for line in linked.splitlines() if "libjpeg" in line]
     (name,) = [line.split()[0] for line in linked.splitlines() if "libjpeg" in line]
     shutil.copy(found, environment / "lib" / name)
     (environment / "lib" / "libjpeg.so").symlink_to(name)
-    monkeypatch.setenv("CONDA_PREFIX", str(environment))
     compile_library(PIXELS, project)
     linked = subprocess.run(["ldd", path], check=True, capture_output=True, text=True).stdout
     assert str(environment / "lib" / name) in linked
