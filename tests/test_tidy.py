@@ -29,6 +29,7 @@ PICKLES = frozenset({"pickle", "cloudpickle", "dill", "marshal", "shelve"})
 TEXT_FILES = (".py", ".md", ".toml", ".proto", ".yaml", ".yml", ".cfg", ".sh", ".lock")
 # Written in pieces, so that this file does not find itself.
 UNFINISHED = re.compile(r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "X" + "XX")) + r")\b")
+STUB = re.compile(UNFINISHED.pattern + r"|\bNotImplemented" + r"Error\b")
 MACHINE_PATH = re.compile("|".join(rf"(?<![\w.-])/{top}/" for top in ("work", "root", "home")))
 
 # A docstring names its subject: these words begin with a pronoun or a fragment instead.
@@ -82,12 +83,15 @@ def rule(*kinds: type[ast.AST]) -> Callable[[Rule], Rule]:
 def _broken() -> dict[Rule, list[Offence]]:
     """Offences by rule, found in one pass: the trees of all modules fill a gigabyte.
 
-    Trees have no cycles: without looks for garbage, they are made in a quarter of the time.
+    Trees have no cycles: without looks for garbage, they are made in a quarter of the time. A
+    third of all nodes are names that are read, and rules are for names that are given.
     """
     offences: dict[Rule, list[Offence]] = defaultdict(list)
     gc.disable()
     for path in sources(*PRODUCT, "tests"):
         for node in nodes_of(ast.parse(path.read_text(), str(path))):
+            if type(node) is ast.Name and type(node.ctx) is ast.Load:
+                continue
             for kept in _rules.get(type(node), ()):
                 offences[kept].extend(kept(path, node))
     gc.enable()
@@ -334,10 +338,11 @@ def test_only_the_command_line_and_benchmarks_print() -> None:
 @rule(ast.Call)
 def msgspec_reads_complete_types(path: Path, node: ast.AST) -> Iterator[Offence]:
     assert isinstance(node, ast.Call)
+    if top_folder(path) not in ("dataplane", "loaders") or path.name == "typed.py":
+        return
     name = ast.unparse(node.func)
     reads = re.fullmatch(r"msgspec\.(convert|\w+\.(decode|Decoder))", name)
-    ours = top_folder(path) in ("dataplane", "loaders") and path.name != "typed.py"
-    if ours and reads and "complete(" not in ast.unparse(node):
+    if reads and "complete(" not in ast.unparse(node):
         yield at(path, node.lineno, f"{name} of a type that is not typed.complete")
 
 
@@ -370,22 +375,15 @@ def test_no_pickle_outside_the_embedded_torch_path() -> None:
     expect_kept(no_pickle_outside_the_embedded_torch_path)
 
 
-@rule(ast.Name)
-def no_stub_is_left(path: Path, node: ast.AST) -> Iterator[Offence]:
-    assert isinstance(node, ast.Name)
-    if node.id == "NotImplementedError":
-        yield at(path, node.lineno, "a stub: write it, or leave it out")
-
-
 def test_nothing_is_unfinished() -> None:
     def offences() -> Iterator[Offence]:
         for path in text_files():
+            unfinished = STUB if path.suffix == ".py" else UNFINISHED
             for number, line in enumerate(path.read_text().splitlines(), 1):
-                if UNFINISHED.search(line):
+                if unfinished.search(line):
                     yield at(path, number, f"unfinished: {line.strip()}")
 
     expect_none(offences())
-    expect_kept(no_stub_is_left)
 
 
 def test_no_path_of_anyones_machine_is_written_down() -> None:
