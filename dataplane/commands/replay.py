@@ -16,6 +16,7 @@ from dataplane.commands import output
 from dataplane.commands.inspect import short
 from dataplane.commands.options import Settings, interruptible
 from dataplane.commands.traced import COUNT, StepAsked, Traced, step_options, traced, traced_options
+from dataplane.model.changes import QUARANTINE, quarantined_rows
 from dataplane.model.errors import ConfigError
 from dataplane.settings import node_config
 
@@ -62,6 +63,7 @@ def trace(
     epoch, step = which.of(job)
     job = job.at(epoch)
     rows = step_rows(job, step, epoch, dp_rank, options["cursor"])
+    _warn_of_bad(job, rows)
     if job.is_packed:
         _show_documents(job, rows, step, epoch, as_json=as_json)
         return
@@ -85,6 +87,25 @@ def trace(
     source = ("source",) if job.spec.mixture is not None else ()
     headings = ("position", "dp rank", *source, "shard", "row", "")
     output.write_table(headings, cells, title)
+
+
+def _warn_of_bad(job: Traced, rows: StepRows) -> None:
+    """Warn that other rows were delivered for rows of this step that could not be read."""
+    entries = () if job.ledger is None else job.ledger.entries
+    bad = {row for entry in entries if entry.kind == QUARANTINE for row in quarantined_rows(entry)}
+    places = zip(rows.sources.tolist(), rows.shards.tolist(), rows.shard_rows.tolist(), strict=True)
+    urls = [source.manifest.shards.urls for source in job.sources]
+    count = sum((urls[source][shard], row) in bad for source, shard, row in places)
+    if count:
+        output.warn(
+            f"{output.counted(count, 'row')} of this step could not be read. These are the planned"
+            " rows; `dataplane ledger show` lists the rows that were delivered in their place"
+        )
+    elif job.spec.bad_max or job.spec.replaces_images:
+        output.warn(
+            "these are the planned rows: the job replaces rows that cannot be read, and only a"
+            " coordinator's ledger lists them"
+        )
 
 
 def _about(row: Mapping[str, Any]) -> str:
@@ -188,13 +209,13 @@ def replay(
     epoch, step = which.of(job)
     job = job.at(epoch)
     rows = step_rows(job, step, epoch, dp_rank, options["cursor"])
+    _warn_of_bad(job, rows)
+    names = None if columns is None else _listed(columns)
     if job.is_packed:
         from dataplane.commands.documents import replayed_documents
 
-        names = None if columns is None else _listed(columns)
         table = replayed_documents(job, rows, epoch, names, _PREFIX)
     else:
-        names = None if columns is None else _listed(columns)
         mapped_in = epoch if may_map(settings, job) else None
         table = values_of(job, rows, names, options["workers"], mapped_in)
     if out is not None:

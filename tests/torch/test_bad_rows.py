@@ -342,6 +342,16 @@ def test_a_local_shard_that_was_deleted_since_it_was_indexed_is_replaced(
     assert [row for rows in zip(*parts, strict=True) for row in rows] == whole
     noted = quarantined(service, "gone", capsys)
     assert {(row["shard"], row["row"]) for row in noted} == {(4, row) for row in range(12)}
+    steps = [whole[at : at + 12] for at in range(0, ROWS, 12)]
+    for step, batch in enumerate(steps):
+        asked = ("trace", "gone", "--step", str(step), "--data", manifest, "--join", service)
+        assert run([*asked, "--json"]) == 0
+        told = capsys.readouterr()
+        rows = json.loads(told.out)
+        planned = [12 * int(row["shard"].split(".")[-2][-1]) + row["row"] for row in rows]
+        count = sum(shown != read for shown, read in zip(planned, batch, strict=True))
+        expected = f"{count} row" if count else "these are the planned rows"
+        assert expected in told.err
 
 
 def test_a_bad_block_is_one_line_in_the_log(
