@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pyarrow as pa
@@ -76,11 +77,17 @@ def ask(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*PROGRAM, *arguments], capture_output=True, text=True, check=False)
 
 
+def status_of(capsys: pytest.CaptureFixture[str], address: str) -> dict[str, Any]:
+    """Return what `dataplane status` prints, asked from this process: another takes 1 s of CPU."""
+    assert run(["status", address, "--json"]) == 0
+    answer: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return answer
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_a_signal_drains_a_coordinator(number, code, tmp_path):
+def test_a_signal_drains_a_coordinator(number, code, tmp_path, capsys):
     with serving(tmp_path, "--coordinator", "--listen", "127.0.0.1:0") as (process, address):
-        found = ask("status", address, "--json")
-        assert json.loads(found.stdout)["version"] == VERSION
+        assert status_of(capsys, address)["version"] == VERSION
         process.send_signal(number)
         _, told = process.communicate()
         assert process.returncode == code
@@ -122,19 +129,18 @@ def test_a_second_signal_stops_at_once(tmp_path):
 
 
 def test_workers_is_another_way_to_write_worker_count_and_names_no_other_setting(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setenv("DATAPLANE_WORKERS", "5")  # reads in flight, of commands
     monkeypatch.setenv("DATAPLANE_STATE_DIR", str(tmp_path / "state"))
     for given, count in ((("--workers", "0"), 0), (("--worker-count", "2"), 2)):
         few = (*SMALL[:2], *given)
         with Service("--listen", "127.0.0.1:0", *few) as service:
-            (node,) = json.loads(ask("status", service.address, "--json").stdout)["nodes"]
+            (node,) = status_of(capsys, service.address)["nodes"]
             assert node["worker_count"] == count
     (tmp_path / "dataplane.toml").write_text("workers = 3")
-    refused = ask("serve", "--config", str(tmp_path / "dataplane.toml"))
-    assert refused.returncode == 2
-    assert "workers" in refused.stderr
+    assert run(["serve", "--config", str(tmp_path / "dataplane.toml")]) == 2
+    assert "workers" in capsys.readouterr().err
 
 
 def test_a_standalone_node_joins_a_coordinator_on_another_address(tmp_path):
@@ -340,7 +346,7 @@ def test_a_coordinator_listens_on_a_private_unix_socket(tmp_path):
     with serving(tmp_path, "--coordinator", "--listen", address) as (_, announced):
         assert announced == address
         assert (tmp_path / "c.sock").stat().st_mode & 0o777 == 0o600
-        assert ask("status", address).returncode == 0
+        assert run(["status", address]) == 0
 
 
 def test_watching_ends_with_ctrl_c(tmp_path):
