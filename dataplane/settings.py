@@ -242,7 +242,8 @@ SETTINGS: tuple[Setting, ...] = (
         "worker_count",
         units.COUNT_OR_NONE,
         "number of worker processes of a node, which decode blocks and make batches; if not set, "
-        "the node adds workers when they help; with 0, other nodes make all batches",
+        "the node begins with one for each processor (at most 8), and while a trainer waits, it "
+        "adds workers until each processor has one; with 0, other nodes make all batches",
         lambda machine, _environ: _worker_count(machine),
     ),
     Setting(

@@ -249,7 +249,11 @@ class TruncatedRead(StoreError):
 class DatasetChangedError(DataplaneError):
     """A shard has changed since it was indexed. Nouns: shard, expected, found."""
 
-    remedy: ClassVar[str] = "index the dataset again, or restore the old shard"
+    remedy: ClassVar[str] = (
+        "restore the old shard, or start again with the new one: make a manifest that you pass "
+        "again with `dataplane index`. A state of the old shards then needs dataset_moved=True "
+        "(if only ETags or times differ) or load_state_dict(change=)"
+    )
     known: ClassVar[tuple[str, ...]] = ("shard", "expected", "found")
 
 

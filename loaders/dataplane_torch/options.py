@@ -315,9 +315,12 @@ predownload prefetch prefetch_batches prefetch_size cache_limit max_cache_size k
     memory (docs/operations.md#memory)
 worker_count num_threads num_parallel_calls num_proc worker_buffer_size workers_count
     reader_pool_type: leave it out: the node decides, unless you set its worker_count
-batching_method num_canonical_nodes partition_algo sampling_method sampling_granularity epoch_size
-    replication in_memory deterministic cycle_length block_length: leave it out: the order is the
-    same for any number of ranks, nodes and workers
+num_canonical_nodes partition_algo sampling_method sampling_granularity in_memory deterministic
+    cycle_length block_length: leave it out: the order is the same for any number of ranks, nodes
+    and workers
+batching_method: for "per_stream", use Mixture(…, unit="batch")
+replication: use device_mesh=, or dp_rank= and dp_size=: ranks of one dp_rank get equal batches
+epoch_size: use Mixture(…, length=…), or limit= for one dataset
 nodesplitter workersplitter splitter split_by_node split_by_worker sharding_filter shard_options:
     leave it out: every rank gets its own part of each global batch
 epoch start_epoch initial_epoch current_epoch: each pass is the next epoch; to choose
