@@ -45,8 +45,8 @@ enum outcome jpeg_render(struct decoder *decoder, const struct image *image,
 
 #else
 
-#define _GNU_SOURCE /* dladdr */
-#include <dlfcn.h>
+#define _GNU_SOURCE /* dl_iterate_phdr */
+#include <link.h>
 #include <setjmp.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -228,24 +228,48 @@ void decoder_free(struct decoder *decoder)
     free(decoder);
 }
 
-/* The file from which libjpeg was loaded. Returns 0 if the loader does not know. */
-static int library_found(Dl_info *found)
+/* A loaded file, which has mapped `address`; `path` is NULL while it is unknown. */
+struct mapped {
+    uintptr_t address, start;
+    const char *path;
+};
+
+static int mapped_visit(struct dl_phdr_info *info, size_t size, void *arg)
 {
-    /* ISO C cannot convert a pointer to a function, so its bytes are copied. */
-    int (*function)(j_decompress_ptr, boolean) = jpeg_read_header;
-    void *address;
-    memcpy(&address, &function, sizeof address);
-    return dladdr(address, found) && found->dli_fname != NULL;
+    struct mapped *mapped = arg;
+    (void)size;
+    for (int i = 0; i < info->dlpi_phnum; i++) {
+        const ElfW(Phdr) *part = info->dlpi_phdr + i;
+        uintptr_t start = info->dlpi_addr + part->p_vaddr;
+        if (part->p_type == PT_LOAD && mapped->address - start < part->p_memsz) {
+            mapped->start = info->dlpi_addr;
+            mapped->path = info->dlpi_name;
+        }
+    }
+    return mapped->path != NULL;
+}
+
+/* dladdr would do the same, but needs glibc 2.34 in a library that was linked with a newer glibc. */
+static struct mapped mapped_at(uintptr_t address)
+{
+    struct mapped mapped = {.address = address};
+    dl_iterate_phdr(mapped_visit, &mapped);
+    return mapped;
+}
+
+static struct mapped libjpeg_mapped(void)
+{
+    return mapped_at((uintptr_t)jpeg_read_header);
 }
 
 /* libjpeg has compared ABI and structure; this compares the numbers of its messages. */
 int jpeg_open(char *path, char *reason)
 {
     struct decoder *decoder = decoder_new();
-    Dl_info found;
+    const char *libjpeg = libjpeg_mapped().path;
     int is_good = 0;
     entropy_prepare();
-    snprintf(path, PATH_BYTES, "%s", library_found(&found) ? found.dli_fname : "");
+    snprintf(path, PATH_BYTES, "%s", libjpeg != NULL ? libjpeg : "");
     snprintf(reason, REASON_BYTES, "no memory for a decoder");
     if (decoder != NULL) {
         decoder->reason = reason;
@@ -297,14 +321,14 @@ static boolean mcu_decode(j_decompress_ptr cinfo, JBLOCKROW *blocks)
 /* Are these functions libjpeg's own? If not, its structure is unknown. */
 static int are_of_libjpeg(struct decoder *decoder, void *const *functions)
 {
-    Dl_info found, known;
     if (functions[0] == decoder->known_functions[0] && functions[1] == decoder->known_functions[1])
         return 1;
-    if (!library_found(&known))
-        return 0;
-    for (int i = 0; i < 2; i++)
-        if (!dladdr(functions[i], &found) || found.dli_fbase != known.dli_fbase)
+    struct mapped libjpeg = libjpeg_mapped();
+    for (int i = 0; i < 2; i++) {
+        struct mapped mapped = mapped_at((uintptr_t)functions[i]);
+        if (mapped.path == NULL || mapped.start != libjpeg.start)
             return 0;
+    }
     memcpy(decoder->known_functions, functions, sizeof decoder->known_functions);
     return 1;
 }
