@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
+import multiprocessing
 import os
 import signal
 import tempfile
@@ -32,6 +33,9 @@ from dataplane.base.trace import LogLimits
 from dataplane.worker import forking
 
 __all__ = ["awry", "careless_s3_server", "port_of_nobody", "s3_server"]
+
+# With Python 3.14, the default is a fork server, which outlives the test that starts it.
+multiprocessing.set_start_method("fork")
 
 # In one process with tests that fork: gRPC would start its threads again in each child.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
