@@ -54,12 +54,27 @@ $(READY): requirements.lock pyproject.toml benchmarks/pyproject.toml $(IN_C) dat
 	$(if $(PYTHONDONTWRITEBYTECODE),@$(PY) -m compileall -q dataplane loaders)
 	@touch $@
 
-wheel: setup ## wheels for other machines into dist/: dataplane-loader with libjpeg-turbo, dataplane-bench
-	@raw="$$(mktemp -d)"; trap 'rm -rf "$$raw"' EXIT; \
-	PORTABLE_WHEEL=1 $(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps \
-	  --no-build-isolation -w "$$raw" .; \
-	PATH="$$PWD/$(VENV)/bin:$$PATH" $(PY) -m auditwheel repair -w "$(DIST)" "$$raw"/*.whl
-	@$(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation -w "$(DIST)" ./benchmarks
+# A wheel contains the libjpeg-turbo of Pillow's wheel for the same machine. The compiler of ziglang makes wheels for
+# machines of another kind than this; only the headers of libjpeg-turbo come from this machine, hence -idirafter.
+MACHINES ?= x86_64 aarch64
+ZIG_CC = $(CURDIR)/$(PY) -m ziglang cc -mcpu=baseline -target
+HEADERS := $(foreach folder,/usr/include /usr/include/$(shell uname -m)-linux-gnu,-idirafter $(folder))
+wheel: setup ## wheels into dist/: dataplane-bench, and dataplane-loader for MACHINES (x86_64 and aarch64), with libjpeg-turbo
+	@raw="$$(mktemp -d)"; trap 'rm -rf "$$raw"' EXIT; pip="$(PY) -m pip --quiet --disable-pip-version-check"; \
+	$(VENV)/bin/uv build --quiet --sdist --no-build-isolation --python $(PY) -o "$$raw" .; \
+	for machine in $(MACHINES); do \
+	  made="$$raw/$$machine"; export PORTABLE_WHEEL="$$made/pillow" _PYTHON_HOST_PLATFORM="linux-$$machine"; \
+	  $$pip download --no-deps --only-binary=:all: --platform "manylinux_2_28_$$machine" -c requirements.lock -d "$$made" pillow; \
+	  $(PY) -m zipfile -e "$$made"/pillow-*.whl "$$PORTABLE_WHEEL"; \
+	  ( if [ "$$machine" != "$$(uname -m)" ]; then \
+	      $$pip install $(COMPILE) "$$($(PY) -c 'from dataplane.base.build_kernels import ZIG; print(ZIG)')"; \
+	      export CC="$(ZIG_CC) $$machine-linux-gnu.2.17" CFLAGS="$(HEADERS)"; \
+	    fi; \
+	    $$pip wheel --no-deps --no-build-isolation -w "$$made/raw" "$$raw"/dataplane_loader-*.tar.gz ); \
+	  LD_LIBRARY_PATH="$$PORTABLE_WHEEL/pillow.libs" PATH="$$PWD/$(VENV)/bin:$$PATH" \
+	    $(PY) -m auditwheel repair -w "$(DIST)" "$$made"/raw/*.whl; \
+	done; \
+	$$pip wheel --no-deps --no-build-isolation -w "$(DIST)" ./benchmarks
 
 SBOM := $(VENV)/bin/uv run --quiet --no-project --isolated --python $(PY) --with cyclonedx-bom==7.3.0 cyclonedx-py
 release: setup ## sdists, wheels, an SBOM of what the loader installs, and checksums into dist/; tags this commit
@@ -69,7 +84,8 @@ release: setup ## sdists, wheels, an SBOM of what the loader installs, and check
 	$(VENV)/bin/uv build --quiet --sdist --no-build-isolation --python $(PY) -o "$(DIST)" benchmarks; \
 	rm -f "$(DIST)"/.gitignore; \
 	fresh="$$(mktemp -d)"; trap 'rm -rf "$$fresh"' EXIT; "$(PYTHON)" -m venv "$$fresh"; \
-	"$$fresh/bin/python" -m pip install --quiet --disable-pip-version-check "$(DIST)"/dataplane_loader-*.whl; \
+	"$$fresh/bin/python" -m pip install --quiet --disable-pip-version-check "$(DIST)"/dataplane_loader-*_$$(uname -m).whl; \
+	"$$fresh/bin/python" -c 'import sys; from dataplane.transforms.pixels_library import maker; sys.exit(maker().missing or 0)'; \
 	version="$$("$$fresh/bin/dataplane" --version | sed 's/.* //')"; \
 	$(SBOM) environment --output-reproducible --of JSON -o "$(DIST)/dataplane_loader-$$version.cdx.json" "$$fresh/bin/python"; \
 	(cd "$(DIST)" && sha256sum * > SHA256SUMS && cat SHA256SUMS); \
@@ -112,7 +128,7 @@ test-slow: setup ## the tests that take minutes, which `make test` leaves out
 	$(PY) -m pytest -m slow $(TEST_ARGS)
 
 test-others: setup ## the fast tests and the demo on newer Pythons, with the oldest and the newest packages
-	@rm -rf .others/wheel; $(MAKE) wheel DIST=.others/wheel
+	@rm -rf .others/wheel; $(MAKE) wheel DIST=.others/wheel MACHINES="$$(uname -m)"
 	$(PY) tests/other_versions.py $(OTHERS_ARGS) .others/wheel/*.whl
 
 lint: setup ## ruff: rules and format

@@ -152,6 +152,32 @@ def test_a_build_without_a_compiler_fails_and_says_why(
     assert message.replace(" ", "") in "".join("".join(capsys.readouterr()).split())
 
 
+def test_a_wheel_for_other_machines_has_the_libjpeg_and_the_licence_of_pillow(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pillow = project / "pillow"
+    (pillow / "pillow.libs").mkdir(parents=True)
+    monkeypatch.setenv("PORTABLE_WHEEL", str(pillow))
+    monkeypatch.setenv("_PYTHON_HOST_PLATFORM", "linux-aarch64")
+    compiler = project / "compiler"  # it writes its arguments instead of a library
+    compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done; echo "$@" > "$2"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    build: dict[str, Any] = {"artifacts": [], "force_include": {}}
+    with pytest.raises(SystemExit):
+        _hook(project).initialize("standard", build)
+    libjpeg = pillow / "pillow.libs" / "libjpeg-80045241.so.62.4.0"
+    libjpeg.touch()
+    licence = pillow / "pillow-13.0.0.dist-info" / "licenses" / "LICENSE"
+    licence.parent.mkdir(parents=True)
+    licence.touch()
+    _hook(project).initialize("standard", build)
+    assert build["tag"] == "py3-none-linux_aarch64"
+    assert build["force_include"] == {str(licence): "dataplane/transforms/libjpeg.LICENSE"}
+    assert str(libjpeg) in (project / PIXELS.path).read_text().split()
+    assert str(libjpeg) not in (project / KERNEL.path).read_text().split()
+
+
 def test_without_a_compiler_the_one_of_ziglang_is_installed_and_taken(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,11 +1,14 @@
-"""The wheels work on a machine that has neither a compiler nor libjpeg-turbo's headers: the first
-alone, which says how to install the other, and both.
+"""The wheels work on a machine that has neither a compiler nor libjpeg-turbo's headers: the loader's
+alone, which says how to install the benchmark, and both. The loader's wheel for machines of another
+kind has libraries for those.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import platform
 import subprocess
 import sys
 import sysconfig
@@ -14,8 +17,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from elftools.elf.elffile import ELFFile
 from kernels import without
 
+from dataplane.base.build_kernels import LIBRARIES
 from dataplane.transforms.pixels_library import maker
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -93,7 +98,43 @@ class Environment:
         )  # fmt: skip
 
 
+def _needs(library: ELFFile) -> tuple[set[str], set[str]]:
+    """Which libraries this needs, and which functions of those."""
+    tags = library.get_section_by_name(".dynamic").iter_tags("DT_NEEDED")
+    symbols = library.get_section_by_name(".dynsym").iter_symbols()
+    undefined = {one.name for one in symbols if one["st_shndx"] == "SHN_UNDEF" and one.name}
+    return {tag.needed for tag in tags}, undefined
+
+
+def _check_libraries(wheel: Path, machine: str) -> None:
+    with zipfile.ZipFile(wheel) as content:
+        assert "Independent JPEG Group" in content.read(
+            "dataplane/transforms/libjpeg.LICENSE"
+        ).decode(errors="replace")
+        assert not any("bench" in name for name in content.namelist())
+        libraries = {
+            Path(name).name: ELFFile(io.BytesIO(content.read(name)))
+            for name in content.namelist()
+            if ".so" in name
+        }
+    assert {library["e_machine"] for library in libraries.values()} == {machine}
+    (libjpeg,) = (name for name in libraries if name.startswith("libjpeg-"))
+    exported = {
+        one.name for one in libraries[libjpeg].get_section_by_name(".dynsym").iter_symbols()
+    }
+    for library in LIBRARIES:
+        needed, undefined = _needs(libraries[library.path.name])
+        if library.wants is None:
+            assert needed <= {"libc.so.6", "libm.so.6"}
+        else:
+            assert libjpeg in needed
+            of_libjpeg = {name for name in undefined if name.startswith("jpeg_")}
+            assert of_libjpeg
+            assert of_libjpeg <= exported
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_wheels_carry_all_that_they_need(tmp_path: Path) -> None:
     from pictures import drawn, encoded
 
@@ -105,14 +146,12 @@ def test_wheels_carry_all_that_they_need(tmp_path: Path) -> None:
         ["make", "wheel", f"DIST={tmp_path / 'dist'}"],
         cwd=ROOT, check=True, capture_output=True, stdin=subprocess.DEVNULL,
     )  # fmt: skip
-    of_bench, wheel = sorted((tmp_path / "dist").iterdir())
+    of_bench, *wheels = sorted((tmp_path / "dist").iterdir())
     assert of_bench.name.endswith("-py3-none-any.whl")
-    assert "-py3-none-manylinux_" in wheel.name
-    with zipfile.ZipFile(wheel) as content:
-        assert "Independent JPEG Group" in content.read(
-            "dataplane/transforms/libjpeg.LICENSE"
-        ).decode(errors="replace")
-        assert not any("bench" in name for name in content.namelist())
+    for wheel, machine in zip(wheels, ("EM_AARCH64", "EM_X86_64"), strict=True):
+        assert "-py3-none-manylinux2014_" in wheel.name
+        _check_libraries(wheel, machine)
+    (wheel,) = (wheel for wheel in wheels if wheel.name.endswith(f"_{platform.machine()}.whl"))
     environment = Environment(tmp_path)
     environment.install(wheel)
     # Nothing can be found to compile with.
@@ -121,7 +160,9 @@ def test_wheels_carry_all_that_they_need(tmp_path: Path) -> None:
     assert str(found["module"]).startswith(str(environment.packages))
     assert found["missing"] == ""
     assert all(name.startswith(str(environment.packages)) for name in found["libraries"])
-    assert (found["name"], found["pixels"]) == (expected["name"], expected["pixels"])
+    assert found["pixels"] == expected["pixels"]
+    own, others = (str(made["name"]).split(", ", 1) for made in (found, expected))
+    assert own[1] == others[1]  # libjpeg-turbo is Pillow's here, and the platform's there
     carried = [path for path in found["mapped"] if "pillow" not in path]
     assert [Path(path).parent.name for path in carried] == ["dataplane_loader.libs"]
     subprocess.run(

@@ -36,7 +36,8 @@ _ZIG_CC = (sys.executable, "-m", "ziglang", "cc", "-mcpu=baseline")
 @dataclass(frozen=True, slots=True)
 class Package:
     """A library of the platform: pkg-config's name, its header, its linker flag, the macro that
-    compiles our code without it, what to install, and where distributions put its licence.
+    compiles our code without it, and what to install; the library and its licence in a wheel of
+    Pillow.
     """
 
     name: str
@@ -44,7 +45,8 @@ class Package:
     link: str
     without: str
     install: str
-    licences: tuple[str, ...]
+    in_pillow: str
+    licence_in_pillow: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +78,8 @@ LIBJPEG = Package(
     "the headers of libjpeg-turbo 2.0.90 or newer are missing: apt-get install libjpeg-dev "
     "(Debian, Ubuntu), dnf install libjpeg-turbo-devel (Fedora, RHEL), or conda install -c "
     "conda-forge libjpeg-turbo",
-    (
-        "/usr/share/doc/libjpeg*turbo*/copyright",
-        "/usr/share/licenses/libjpeg-turbo*/LICENSE*",
-        f"{sys.base_prefix}/share/doc/libjpeg-turbo/LICENSE*",
-    ),
+    "pillow.libs/libjpeg-*.so.62*",
+    "pillow-*.dist-info/licenses/LICENSE",
 )
 KERNEL = Library(Path("dataplane/worker/kernel.c"), Path("dataplane/worker/libkernel.so"))
 PIXELS = Library(Path("dataplane/transforms"), Path("dataplane/transforms/libpixels.so"), LIBJPEG)
@@ -101,8 +100,9 @@ class NotCompiled(Exception):
 class BuildKernels(BuildHookInterface[BuilderConfig]):
     """Compiles the libraries next to their sources, and adds them to a wheel.
 
-    A wheel for other machines, for which `make wheel` sets PORTABLE_WHEEL, must have all libraries,
-    and the licences of the packages that it contains.
+    A wheel for other machines must have all libraries, and the licences of the packages that it
+    contains. For it, `make wheel` sets PORTABLE_WHEEL to the content of Pillow's wheel for these
+    machines, and _PYTHON_HOST_PLATFORM, which Python's own sysconfig reads.
     """
 
     def dependencies(self) -> list[str]:
@@ -113,7 +113,7 @@ class BuildKernels(BuildHookInterface[BuilderConfig]):
         """Compile the libraries and add them to the build; hatchling calls this for each build."""
         del version
         root = Path(self.root)
-        is_portable = bool(os.environ.get("PORTABLE_WHEEL"))
+        pillow = os.environ.get("PORTABLE_WHEEL", "")
         for library in LIBRARIES:
             path = root / library.path
             try:
@@ -122,26 +122,15 @@ class BuildKernels(BuildHookInterface[BuilderConfig]):
                 path.unlink(missing_ok=True)
                 self.app.abort(str(fault))
             if lacking:
-                (self.app.abort if is_portable else self.app.display_warning)(lacking)
-            if is_portable and library.wants is not None:
+                (self.app.abort if pillow else self.app.display_warning)(lacking)
+            if pillow and library.wants is not None:
+                licence = _only(pillow, library.wants.licence_in_pillow)
                 place = f"{library.path.parent}/{library.wants.name}.LICENSE"
-                build_data["force_include"][str(self._licence_of(library.wants))] = place
+                build_data["force_include"][licence] = place
             platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
             build_data["artifacts"].append(str(library.path))
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-{platform}"
-
-    def _licence_of(self, package: Package) -> Path:
-        """Return the licence file that must accompany a copy of a library."""
-        patterns = [os.environ.get("CARRIED_LICENCE", ""), *package.licences]
-        for pattern in filter(None, patterns):
-            for path in sorted(Path("/").glob(pattern.lstrip("/"))):
-                return path
-        self.app.abort(
-            f"the licence of {package.name} is not at {', '.join(package.licences)}: a wheel that "
-            "contains the library must include it; name the file in CARRIED_LICENCE"
-        )
-        raise AssertionError
 
 
 def main() -> None:
@@ -220,8 +209,11 @@ def compile_library(library: Library, root: Path, *, is_whole: bool = True) -> N
 def _flags_for(package: Package) -> tuple[list[str], list[str]]:
     """Return the flags for a package: from conda's environment, from pkg-config, or the defaults.
 
-    Adds the folder to the library's run path if the dynamic loader does not search it.
+    Adds the folder to the library's run path if the dynamic loader does not search it. A wheel for
+    other machines is linked with the library of Pillow, which runs with old versions of glibc.
     """
+    if pillow := os.environ.get("PORTABLE_WHEEL"):
+        return [], [_only(pillow, package.in_pillow)]
     for prefix in (os.environ.get("CONDA_PREFIX", ""), sys.base_prefix):
         if prefix and prefix not in {"/usr", "/usr/local"}:
             include, folder = Path(prefix, "include"), Path(prefix, "lib")
@@ -239,6 +231,13 @@ def _flags_for(package: Package) -> tuple[list[str], list[str]]:
     search, link = shlex.split(said[0]), shlex.split(said[1])
     folders = [flag.removeprefix("-L") for flag in link if flag.startswith("-L")]
     return search, [*link, *(f"-Wl,-rpath,{folder}" for folder in folders)]
+
+
+def _only(folder: str, pattern: str) -> str:
+    paths = [str(path) for path in Path(folder).glob(pattern)]
+    if len(paths) != 1:
+        raise NotCompiled(f"{folder} has {len(paths)} files {pattern}, instead of one")
+    return paths[0]
 
 
 def _reason(stderr: str, package: Package | None) -> str:
