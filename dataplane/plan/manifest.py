@@ -18,7 +18,6 @@ from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
-from msgspec import Struct
 from numpy.typing import NDArray
 from typing_extensions import Buffer
 
@@ -163,7 +162,8 @@ def counts_from_bytes(content: bytes, block_count: int) -> ViewCounts:
     return {name: batch.column(name).to_numpy().astype(np.int64) for name in batch.schema.names}
 
 
-class Left(Struct, frozen=True, eq=False):
+@dataclass(frozen=True, slots=True, eq=False)
+class Left:
     """The part of a dataset that is left for the first epoch of a stage (stages.py). `manifest`
     describes only this part: its block b is block `manifest.kept[b]` of the dataset. If only some
     samples of block b are left, `samples` has their numbers, from `starts[b]` on; if all are left,

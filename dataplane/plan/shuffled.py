@@ -7,6 +7,7 @@ All numbers are computed from mean sizes, which is fast for any dataset.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -44,7 +45,8 @@ class ShuffledSource(Struct, frozen=True):
     name: str = ""
 
 
-class HostFigures(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class HostFigures:
     """The costs of each host in a cluster of `hosts` hosts with the same number of ranks.
     `reads_times_share` is 1 if no block is read by two hosts. Reads and memory are estimates.
     """
