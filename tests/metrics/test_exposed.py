@@ -93,11 +93,12 @@ def test_exposed_time_is_what_a_trainer_waits_beyond_its_first_batch(
                 if batch is None:
                     break
                 samples += len(batch["x"])
-        expected = sum(waited[1:])
+        # On a busy machine, this process may lose its processor just before it reads the clock.
+        least, most = 0.98 * sum(waited[1:]) - 0.2, 1.02 * sum(waited[1:])
         read = partial(scrape, "dataplane_exposed_seconds_total")
         # The end of the epoch is reported by a message that nobody waits for.
-        exposed = scrapes.until(read, lambda found: sum(found.values()) > 0.98 * expected)
-        assert sum(exposed.values()) < 1.02 * expected
+        exposed = scrapes.until(read, lambda found: sum(found.values()) > least)
+        assert sum(exposed.values()) < most
         assert {key[:2] for key in exposed} == {("waits", "0")}
         assert max(exposed, key=exposed.__getitem__)[2] in ("decode", "queue")
 
