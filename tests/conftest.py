@@ -35,7 +35,7 @@ from dataplane.worker import forking
 __all__ = ["awry", "careless_s3_server", "port_of_nobody", "s3_server"]
 
 # With Python 3.14, the default is a fork server, which outlives the test that starts it.
-multiprocessing.set_start_method("fork")
+multiprocessing.set_start_method("fork", force=True)  # set twice if a test imports this module
 
 # In one process with tests that fork: gRPC would start its threads again in each child.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
