@@ -214,7 +214,7 @@ def test_certificates_and_their_ca_are_replaced_while_calls_run(tmp_path):
         nonlocal calls
         new.write(tmp_path, "bundle")
         async with serving(security["server"]) as address:
-            client = CoordinatorClient(address, security["node"], patience_s=0.0, identity=OWN)
+            client = CoordinatorClient(address, security["node"], 60.0, 0.0, identity=OWN)
             await client.join(join(0))
             until = asyncio.Event()
             running = [asyncio.create_task(beats(client, until)) for _ in range(4)]
