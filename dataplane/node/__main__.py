@@ -62,7 +62,7 @@ def main() -> int:
         return 0
     is_remote, has_format = _import_for_both(opening)
     ahead = {"is_remote": is_remote, "has_format": has_format}
-    fork_server.acquire(stderr_fd, lambda fd: _be_fork_server(fd, **ahead))
+    fork_server.acquire(stderr_fd, lambda descriptor: _be_fork_server(descriptor, **ahead))
     import asyncio
 
     asyncio.run(_to_the_end(int(given["--listener-fd"]), stderr_fd, opening))
@@ -98,19 +98,13 @@ def _import_for_both(opening: DatasetSource | None) -> tuple[bool, bool]:
     return all(local_path(url) is None for url in urls), format_ is not None
 
 
-def _be_fork_server(
-    descriptor: int,
-    *,
-    is_remote: bool = False,
-    has_format: bool = False,
-    has_time: bool = False,
-) -> None:
-    """Import modules that workers need, in parallel to the node's own imports, and fork
-    children.
+def _be_fork_server(descriptor: int, **ahead: bool) -> None:
+    """Import modules that workers need, in parallel to the node's own imports, and fork children.
+    `ahead` are the other arguments of the fork server's main().
     """
     from dataplane.node.fork_server import main
 
-    main(descriptor, is_remote=is_remote, has_format=has_format, has_time=has_time)
+    main(descriptor, **ahead)
 
 
 def _opening(descriptor: int) -> DatasetSource:
