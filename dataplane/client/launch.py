@@ -64,13 +64,6 @@ class NodeProcess(Struct, frozen=True):
             **({"status": status} if (status := self.process.returncode or 0) > 0 else {}),
         )
 
-    def started(self) -> None:
-        """Copy the node's log to stderr once the node has answered."""
-        said = os.pread(self.log_fd, _TAIL_BYTES, 0)
-        if said:
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                sys.stderr.write(said.decode(errors="replace"))
-
     def close(self) -> None:
         """Close the log."""
         os.close(self.log_fd)
@@ -97,7 +90,7 @@ def start_node(
     open this dataset while it starts.
 
     The child's stderr is a memfd until the node serves, so that its last output can be reported.
-    Then the node switches to our stderr, which is passed as --stderr-fd.
+    Then the node copies it to our stderr, which is passed as --stderr-fd, and uses that.
     """
     log_fd = os.memfd_create("dataplane-node-start", os.MFD_CLOEXEC)
     try:
@@ -229,7 +222,6 @@ class BegunNode:
                 welcome = welcomed(wire, self._hello, self._name, deadline, notice)
             except PeerLost:
                 raise self._node.failure() from None
-            self._node.started()
             return wire, welcome
         finally:
             self._node.close()

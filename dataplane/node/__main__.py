@@ -130,14 +130,20 @@ async def _to_the_end(
 
 def _started(stderr_fd: int | None) -> None:
     """Redirect stderr after the start. Until then it is a file, from which the waiting trainer
-    reads errors.
+    reads errors. The node and not the trainer copies the file, since threads of the node may log
+    until stderr is redirected, and after the trainer has its Welcome.
     """
     from dataplane.base import collector
 
     collector.settle()
-    if stderr_fd is not None:
-        sys.stderr.flush()
-        os.dup2(stderr_fd, 2)
+    if stderr_fd is None or os.path.samestat(os.fstat(stderr_fd), os.fstat(2)):
+        return
+    sys.stderr.flush()
+    log_fd = os.dup(2)
+    os.dup2(stderr_fd, 2)
+    with contextlib.suppress(OSError):  # the trainer's stderr may be closed
+        os.write(2, os.pread(log_fd, os.fstat(log_fd).st_size, 0))
+    os.close(log_fd)
 
 
 async def _embedded(descriptor: int, stderr_fd: int | None, opening: DatasetSource | None) -> int:

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from fake_node import Script, open_job, serving, steps_of
+from fleet import wait_until
 from msgspec import structs
 from openings import opening
 from servers import S3Server
@@ -122,6 +123,33 @@ def test_an_embedded_node_serves_a_dataset_without_heavy_modules(
     # The node itself lists and reads the shards.
     reading = {"email", "obstore"} if is_remote else set()
     assert sorted(modules & (_HEAVY - reading)) == []
+
+
+_LATE = """
+import os, sys, time
+from dataplane.node import __main__ as node
+started = node._started
+def late(stderr_fd):
+    while not os.path.exists(%r):
+        time.sleep(0.01)
+    print("a line of its start", file=sys.stderr)
+    started(stderr_fd)
+node._started = late
+sys.exit(node.main())
+"""
+
+
+def test_what_a_node_logs_during_its_start_is_shown_also_after_its_welcome(
+    tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = (sys.executable, "-P", "-c", _LATE % str(tmp_path / "welcomed"))
+    begun = Embedded(name, command).begin(DatasetSource((str(tmp_path),)))
+    assert begun is not None
+    wire, _ = begun.welcomed(time.monotonic() + 60, waiting.Notice("a node"))
+    (tmp_path / "welcomed").touch()
+    shown = [""]
+    wait_until(lambda: shown.append(capfd.readouterr().err) or "of its start" in "".join(shown))
+    wire.close()
 
 
 Said = Callable[[str, int], list[str]]
