@@ -126,6 +126,12 @@ def test_1_a_maker_with_another_address_or_other_workers_is_named_anew(machine):
         machine.ask(beat_of(maker(1), version))
 
 
+def test_1_a_node_that_gives_up_its_workers_is_a_maker_no_longer(machine):
+    before = start(machine, 1, 2)
+    machine.ask(beat_of(maker(1, workers=0), before.version))
+    assert makers(machine.ask(short_beat(before.version)).jobs[0]) == ["c2"]
+
+
 def test_1_a_maker_that_falls_silent_is_named_for_a_lease(machine):
     before = start(machine, 1, 2)
     for _ in range(3):

@@ -53,6 +53,17 @@ def test_the_first_node_makes_it_and_the_others_wait_and_then_fetch():
     assert (kept.line, kept.generation) == (found.line, found.generation)
 
 
+def test_each_manifest_has_a_connection_of_its_own_even_after_the_coordinator_restarts():
+    wanted = (request(1), request(1, incarnation="next"), request(1, name=bytes([7] * 16)))
+    turns = [
+        shared.decide(each, now)
+        for now, shared in ((0.0, ManifestTurns(LEASE_S)), (5.0, ManifestTurns(LEASE_S)))
+        for each in (*wanted, *(replace(each, state=ManifestState.HELD) for each in wanted))
+    ]
+    kept = [turn for turn in turns if turn.turn is KEEP]
+    assert len({turn.line for turn in kept}) == len({turn.generation for turn in kept}) == 6
+
+
 def test_who_waits_hears_how_far_the_maker_is():
     shared = ManifestTurns(LEASE_S)
     work = NodeWork("counting packs", "s3://bucket/train/", 12, 40, "blocks", 60.0)
