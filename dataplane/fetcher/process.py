@@ -105,9 +105,10 @@ def outcome(name: str, work: Callable[[], None]) -> DataplaneError | None:
     except EndedEarlyError:
         raise
     except ShardNotFound as error:
-        again = "restore it, or begin a new run without it"
         return ShardNotFound(
-            f"{error}; it was there when the dataset was indexed: {again}", **error.nouns
+            f"{error}; it was there when the dataset was indexed: restore it,"
+            ' or pass on_bad="replace", which reads other rows in its place',
+            **error.nouns,
         )
     except DataplaneError as error:
         return error

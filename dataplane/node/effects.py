@@ -451,6 +451,13 @@ class OtherBlocks:
         self._connect = connect
         self._tried: dict[int, set[int]] = {}
 
+    def may_replace(self, dataset: Dataset, error: object) -> bool:
+        """Whether rows of other blocks replace those of a block with this error."""
+        if not isinstance(error, CorruptShard | FunctionError | ShardNotFound):
+            return False
+        is_allowed = bool(dataset.message.view.bad_max) and self._connect is not None
+        return is_allowed and error.nouns.get("shard") is not None
+
     def read(
         self,
         dataset: Dataset,
@@ -464,11 +471,10 @@ class OtherBlocks:
         other block, or all blocks that may be tried were tried.
         """
         tried = self._tried.pop(effect.key, {effect.block})
-        bad = CorruptShard | FunctionError | ShardNotFound  # the last of a local file
-        if not isinstance(error, bad) or error.nouns.get("shard") is None:
+        if not self.may_replace(dataset, error):
             return False
-        if not dataset.message.view.bad_max or self._connect is None:
-            return False
+        assert isinstance(error, DataplaneError)
+        assert self._connect is not None
         raw, of = dataset.raw_block(effect.block, None), dataset.manifest
         keyed = substitute_key(dataset.message.seed, raw.shard, raw.first_row)
         while len(tried) < min(of.block_count, _OTHERS_TRIED):

@@ -373,7 +373,9 @@ class Engine:
             (outcome.length, None) if isinstance(outcome, NeighbourGave) else (0, outcome)
         )
         is_away = isinstance(error, (*UNREACHABLE, NeighbourGone))
-        self._tell(events.BlockFetched(key, error, is_away, 0, *of, given))
+        dataset = self._datasets.get(name.dataset_id)
+        is_lost = dataset is not None and self._others.may_replace(dataset, error)
+        self._tell(events.BlockFetched(key, error, is_away, 0, *of, given, is_lost))
 
     def _decode(self, effect: events.DecodeBlock, bad: tasks.BadBlock | None = None) -> None:
         dataset, key = self._datasets.get(effect.dataset_id), effect.key
@@ -388,6 +390,9 @@ class Engine:
             report=lambda result: self._on_decoded(effect, dataset, task, result),
             place=partial(dataset.place, effect.block),
         )
+        if bad is None and effect.lost is not None:
+            self._on_decoded(effect, dataset, task, effect.lost)
+            return
         holder, self._holder = self._holder, (0, 0)
         if holder[0] == key:
             task.worker = holder[1]

@@ -352,6 +352,10 @@ class BlockTable:
             self._elsewhere[dataset.dataset_id, block.index] = event.decoded_bytes
         if event.decoded_bytes or event.is_away:
             self.evict(block)  # the block is fetched again as long as trainers wait for it
+        elif event.is_lost:
+            block.lost = event.error
+            self._drop_raw(block)  # so that no neighbour gets it
+            self._wait_for_room(block)
         elif event.error is not None:
             self._fail(block, event.error)
         else:
@@ -376,7 +380,7 @@ class BlockTable:
             self._add(block)
         self.holdings.changed(block)
         self._decoding += 1
-        self._do(DecodeBlock(block.key, dataset.dataset_id, index, block.raw, decoded))
+        self._do(DecodeBlock(block.key, dataset.dataset_id, index, block.raw, decoded, block.lost))
         return True
 
     def decoded(self, event: BlockDecoded) -> None:

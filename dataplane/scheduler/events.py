@@ -207,7 +207,8 @@ class Planned(Struct, frozen=True):
 
 
 class BlockFetched(Struct, frozen=True):
-    """The end of a Fetch. `is_away`: the store cannot be reached now, but may be later.
+    """The end of a Fetch. `is_away`: the store cannot be reached now, but may be later. `is_lost`:
+    the shard is gone, and rows of other blocks replace those of the block.
     `decoded_bytes`: nothing was read, since the neighbour has the block only decoded, in this size.
     `is_guest`: a neighbour owns it, and sent `neighbour_bytes`. `is_from_disk`: the node's disk had
     it.
@@ -220,6 +221,7 @@ class BlockFetched(Struct, frozen=True):
     is_guest: bool = False
     is_from_disk: bool = False
     neighbour_bytes: int = 0
+    is_lost: bool = False
 
 
 class BlockDecoded(Struct, frozen=True):
@@ -329,13 +331,16 @@ class Fetch(Struct, frozen=True):
 
 
 class DecodeBlock(Struct, frozen=True):
-    """Have a worker decode a block; `raw` is where its bytes are, None for a local file."""
+    """Have a worker decode a block; `raw` is where its bytes are, None for a local file. `lost`:
+    there are no bytes, and another block is decoded in place of this one.
+    """
 
     key: int
     dataset_id: int
     block: int
     raw: Region | None
     into: Region
+    lost: DataplaneError | None = None
 
 
 class ClearRestartIndexes(Struct, frozen=True):

@@ -42,6 +42,8 @@ class CachedBlock(Struct, eq=False):
     raw: Region | None = None
     decoded: Region | None = None
     restart_indexes: Region | None = None
+    lost: DataplaneError | None = None
+    """The error of its read, if its shard is gone and rows of other blocks replace its rows."""
     lent: int = 0
     """How many times the block is being sent to a neighbour."""
     guest_of: tuple[SampleOrder, ...] | None = None

@@ -15,7 +15,7 @@ from scheduler_cluster import Cluster, Shape
 from dataplane.arena.allocator import GRANULE_BYTES
 from dataplane.arena.slots import Slots, plan_slots
 from dataplane.model.config import JobSpec
-from dataplane.model.errors import StoreDenied
+from dataplane.model.errors import ShardNotFound, StoreDenied, StoreError
 from dataplane.model.records import Region, Stream
 from dataplane.plan.order import Order
 from dataplane.rpc import tasks
@@ -79,10 +79,11 @@ class Owner:
         for changed in self.blocks.take_changes():
             self.asks.block_changed(changed)
 
-    def fetched(self, error: StoreDenied | None = None) -> Fetch:
+    def fetched(self, error: StoreError | None = None) -> Fetch:
         """The last read has ended."""
         fetch = next(each for each in reversed(self.effects) if isinstance(each, Fetch))
-        self.blocks.fetched(BlockFetched(fetch.key, error))
+        is_lost = isinstance(error, ShardNotFound)
+        self.blocks.fetched(BlockFetched(fetch.key, error, is_lost=is_lost))
         self.absorb()
         return fetch
 
@@ -112,6 +113,19 @@ def test_a_block_that_is_not_there_is_read_from_the_store_and_lent_without_its_p
     owner.asks.sent(second)
     assert block.is_evictable
     assert owner.borrowed.count == 0
+
+
+def test_a_block_whose_shard_is_gone_is_not_lent():
+    owner = Owner(4, decoded_bytes=GRANULE_BYTES)
+    waiting = owner.ask(3)
+    owner.fetched(ShardNotFound("it is gone", shard="file:///3"))
+    assert owner.answers() == [RefuseAsk(waiting)]
+    assert owner.blocks.start(owner.dataset, 3, greedy=True)
+    *_, decode = owner.effects
+    assert isinstance(decode, DecodeBlock)
+    assert (decode.raw, str(decode.lost)) == (None, "it is gone")
+    again = owner.ask(3)
+    assert owner.answers()[1:] == [RefuseAsk(again)]
 
 
 def test_what_is_no_part_of_the_block_is_refused():

@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from awry import Awry
 from dataplane_torch import CenterCrop, DataLoader, Pack
 from fleet import Log, Service
 from pictures import drawn, encoded
@@ -315,36 +316,43 @@ def test_bad_rows_are_replaced_alike_everywhere_and_are_in_the_ledger(
         } == instead
 
 
-def test_a_local_shard_that_was_deleted_since_it_was_indexed_is_replaced(
-    tmp_path: Path, service: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_a_shard_that_was_deleted_since_it_was_indexed_is_replaced(
+    tmp_path: Path, service: str, awry: Awry, capsys: pytest.CaptureFixture[str], *, is_remote: bool
 ) -> None:
     for shard in range(10):
         table = pa.table({"id": range(shard * 12, shard * 12 + 12)})
-        pq.write_table(table, tmp_path / f"{shard}.parquet", row_group_size=6)
+        path = tmp_path / f"{shard}.parquet"
+        pq.write_table(table, path, row_group_size=6)
+        awry.objects[f"bucket/{shard}.parquet"] = path.read_bytes()
     manifest = str(tmp_path / "all.manifest")
-    assert run(["index", str(tmp_path), "-o", manifest]) == 0
+    source = f"{awry.endpoint}/bucket/{{0..9}}.parquet" if is_remote else str(tmp_path)
+    assert run(["index", source, "-o", manifest]) == 0
     (tmp_path / "4.parquet").unlink()
-    options = {**OPTIONS, "global_batch_size": 12}
+    del awry.objects["bucket/4.parquet"]
+    options, job = {**OPTIONS, "global_batch_size": 12}, f"gone-{is_remote}"
     refused = pytest.raises(ShardNotFound, match=r'4\.parquet: .*on_bad="replace"')
     with DataLoader(manifest, 12, shuffle=True) as loader, refused:
         ids(loader)
-    with DataLoader(manifest, **options, name="gone") as loader:
+    with DataLoader(manifest, **options, name=job) as loader:
         whole = ids(loader)
     assert {*range(ROWS)} - {*whole} == {*range(48, 60)}
     assert len(whole) == ROWS
     over = pytest.raises(CorruptShard, match="bad_max")
-    with DataLoader(manifest, name="gone-2", **{**options, "bad_max": 0.05}) as loader, over:
+    with DataLoader(manifest, name=f"{job}-2", **{**options, "bad_max": 0.05}) as loader, over:
         ids(loader)
-    ranks = [DataLoader(manifest, name="g", dp_rank=at, dp_size=3, **options) for at in range(3)]
+    ranks = [
+        DataLoader(manifest, name=f"{job}-3", dp_rank=at, dp_size=3, **options) for at in range(3)
+    ]
     parts = [ids(loader) for loader in ranks]
     for loader in ranks:
         loader.close()
     assert [row for rows in zip(*parts, strict=True) for row in rows] == whole
-    noted = quarantined(service, "gone", capsys)
+    noted = quarantined(service, job, capsys)
     assert {(row["shard"], row["row"]) for row in noted} == {(4, row) for row in range(12)}
     steps = [whole[at : at + 12] for at in range(0, ROWS, 12)]
     for step, batch in enumerate(steps):
-        asked = ("trace", "gone", "--step", str(step), "--data", manifest, "--join", service)
+        asked = ("trace", job, "--step", str(step), "--data", manifest, "--join", service)
         assert run([*asked, "--json"]) == 0
         told = capsys.readouterr()
         rows = json.loads(told.out)
