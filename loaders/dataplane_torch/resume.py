@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import structs
 
-from dataplane.client.mixing import changed, sample_count, state_at
+from dataplane.client.mixing import asked_of, changed, sample_count, state_at
 from dataplane.client.session import Session
 from dataplane.client.stages import (
     FINISH,
@@ -23,6 +23,7 @@ from dataplane.client.stages import (
 )
 from dataplane.client.state import RowsDigest, RunState
 from dataplane.model.errors import ConfigError
+from dataplane.model.ledger import LedgerPosition
 from dataplane.model.records import MixHistory
 from dataplane.rpc.messages import JobOpened, OpenJob
 
@@ -40,16 +41,15 @@ def resumed(
     lists: bool = False,
 ) -> tuple[RunState, str]:
     """Return the state, if the session's job may resume from it; an empty state means the start.
-    Set the session's weights to those of the state. If the loader's own weights have changed since
-    the state was saved, the new weights apply from the first round that begins at the state's
-    position or later.
+    Set the session's weights to those of the state; if the loader's own have changed since it was
+    saved, these apply from the first round that begins at the state's position or later.
 
     With a `change`, accept a state of another recipe, whose datasets were at the urls `before`:
     return the start of the next stage, and a sentence about the change, which is "" if nothing has
     changed. With `lists`, weights that were set hold beyond the change.
 
-    Warn on rank 0 if the job's ledger is not that of the state's run, if other software made the
-    state's images, and if the state was accepted only because of `dataset_moved`. That argument is
+    Warn on rank 0 of a ledger that is not that of the state's run or has weights that come too
+    late, of images by other software, and if only `dataset_moved` made the state acceptable: it is
     meant for one resume, since it would also accept a later change that keeps all sizes.
 
     Raises:  SpecMismatch: the state is of another job.  VersionMismatch: a newer version saved the
@@ -83,6 +83,7 @@ def resumed(
         _warn(state, session, was_moved=was_moved)
     state = state.normalised(session.job.spec, session.changes.gaps(state.epoch))
     session.mix = state.mix
+    _ignore_weights(state, session)
     if session.job.finishing is not None:
         session.asked_weights = state.asked_weights
         check_ahead(resumes, session.job.finishing.spec, session.job.finishing.dataset)
@@ -217,5 +218,31 @@ def _warn(state: RunState, session: Session, *, was_moved: bool) -> None:
             " rows that were taken out and weights that were changed there are not known here. To"
             " go on with them, resume under the same name= at the same coordinator; after the next"
             " checkpoint this is not said again",
+            stacklevel=5,
+        )
+
+
+def _ignore_weights(state: RunState, session: Session) -> None:
+    """Ignore the weights that people set at a place behind the state, if its run does not have
+    them; warn of the last ones.
+    """
+    mark, at = state.mark, LedgerPosition(state.epoch, state.cursor)
+    known = 0 if mark is None or not mark.is_in(session.job.marks) else mark.seq
+    ahead = {entry.seq for entry in asked_of(session, state.epoch, state.cursor)}
+    behind = [
+        entry
+        for entry in session.mixes_asked
+        if entry.position < at and entry.seq > known and entry.seq not in ahead
+    ]
+    session.mixes_applied.update(entry.seq for entry in behind)
+    if behind and session.request.topology.rank == 0:
+        last, name = behind[-1], session.request.job_id
+        weights = " ".join(f"{source}={weight:g}" for source, weight in last.weights)
+        warnings.warn(
+            f"entry {last.seq} of the ledger of job {name!r} is ignored: it sets the weights"
+            f" {weights} from sample {last.position.cursor} of epoch {last.position.epoch} on,"
+            f" which is before the loaded state (sample {at.cursor} of epoch {at.epoch}), and the"
+            " state's run did not read with them. If they are to apply from here on, run"
+            f" `dataplane mix {name} {weights}`",
             stacklevel=5,
         )

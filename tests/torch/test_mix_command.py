@@ -201,6 +201,34 @@ def test_weights_behind_the_last_step_are_those_of_the_next_epoch_from_its_first
         assert {**saved(loader), "ledger": None} == {**ends[0], "ledger": None}
 
 
+def test_weights_behind_the_loaded_state_are_ignored_with_a_warning(
+    folder: Path, command: Command
+) -> None:
+    with ranks(folder, 1, "b") as (loader,):
+        passed = iter(loader)
+        found, states = [], []
+        for _ in range(10):
+            found.append(next(passed)["id"].tolist())
+            states.append(saved(loader))
+        found += [batch["id"].tolist() for batch in passed]
+    wait_until_idle(command, "b")
+    told = command("mix", "b", *weights(SECOND), "--at-step", "5", "--epoch", "0")
+    ignored = pytest.warns(
+        UserWarning,
+        match=rf"entry {told['entry']['seq']} of the ledger of job 'b' is ignored: .* code=0.6"
+        r" math=0.3 web=0.1 from sample 480 of epoch 0 on, .*`dataplane mix b code=0.6",
+    )
+    with ranks(folder, 1, "b") as (loader,):
+        with ignored:
+            loader.load_state_dict(states[-1])
+        assert rows_of(loader, 5) == found[10:15]
+        later = saved(loader)
+    with ranks(folder, 1, "b", later) as (loader,):  # not again after the next checkpoint
+        assert rows_of(loader) == found[15:]
+    with ranks(folder, 1, "b", states[4]) as (loader,):
+        assert rows_of(loader) == set_inside(folder, 5 * BATCH, SECOND)[5:]
+
+
 def test_weights_with_which_no_epoch_can_be_planned_change_nothing(
     folder: Path, command: Command
 ) -> None:
