@@ -10,7 +10,7 @@ Invariants:
    over samples beyond its promise before it knows the entry, or knows that there will be none. So
    no rank has read samples that should have been others.
 2. A promise is valid for one join: when a member joins again, all members promise again, under a
-   new name of the proposal. Members whose node has just died are awaited, since they may be back.
+   new name of the proposal. While the nodes of all members have just died, weights are refused.
 3. A proposal is not stored, so a restart forgets it. The entry is on disk before anybody learns of
    it. A proposal ends with its launch, or when no member is left to promise.
 4. A heartbeat costs the same with and without a proposal, since the awaited members are kept.

@@ -39,6 +39,7 @@ from dataplane.coordinator.records import (
     place_of,
 )
 from dataplane.model.changes import ReplacedRow
+from dataplane.model.errors import ConfigError
 from dataplane.model.ledger import LedgerEntry, LedgerPosition
 from dataplane.rpc.membership import (
     ChangeResponse,
@@ -385,17 +386,18 @@ class Roster:
         self.members[member.member_id] = member
 
     def mix(self, request: MixAsked, by: str, now: float) -> tuple[ChangeResponse, list[Write]]:
-        """Change the weights of a mixture: at once if nobody reads the job, or is likely to come
-        back to it, otherwise when all members agree.
+        """Change the weights of a mixture: at once if nobody reads the job, otherwise when all
+        members agree.
 
-        Raises:  ConfigError: the weights do not suit the job, or the job has already passed the
-        place where they take effect.
+        Raises:  ConfigError: the weights do not suit the job, the job has already passed the place
+        where they take effect, or members may soon come back with another node.
         """
         job, entry = self.job, self.ledger.mix_of_request(request.request)
         weights, writes = checked_weights(job, request), list[Write]()
         if entry is None:
             self.ledger.check_may_change()
-            if self.is_idle and not self._may_return(now):
+            if self.is_idle:
+                self._check_left(now)
                 self.mixing = Mixing()
                 at = asked_place(job, request) or LedgerPosition(job.epoch, job.cursor)
                 writes = self.ledger.mix(job, request.request, weights, at, by, now)
@@ -468,13 +470,22 @@ class Roster:
             Forget(Job, job_id),
         ]
 
-    def _may_return(self, now: float) -> bool:
-        """Whether members whose node died may soon come back with another one. How far they have
-        read is not known: a place that is decided without them may lie behind them.
+    def _check_left(self, now: float) -> None:
+        """Check that members whose node died will not soon come back with another one. How far they
+        have read is not known: a place that is decided without them may lie behind them.
+
+        Raises:  ConfigError: they may come back.
         """
         gone = (self.members[member_id] for member_id in self._gone)
-        is_recent = now - self.job.active_at < PROPOSED_S
-        return is_recent and any(member.phase is Phase.EXPIRED for member in gone)
+        left_s = self.job.active_at + PROPOSED_S - now
+        if left_s > 0 and any(member.phase is Phase.EXPIRED for member in gone):
+            raise ConfigError(
+                f"the ranks of job {self.job.job_id!r} have just lost their nodes, and how far they"
+                " have read is not known: change the weights when they are back, which `dataplane"
+                f" status {self.job.job_id}` shows, or in {math.ceil(left_s)} s for the next"
+                " launch",
+                job=self.job.job_id,
+            )
 
     def _has_left(self, member_id: str) -> bool:
         return self.members[member_id].phase is Phase.LEFT
