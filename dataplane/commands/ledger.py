@@ -51,7 +51,7 @@ from dataplane.model.changes import (
     last_of,
     rows_layout,
 )
-from dataplane.model.errors import ConfigError, PeerLost
+from dataplane.model.errors import ConfigError
 from dataplane.model.ledger import Ledger, LedgerEntry, text_faults
 from dataplane.model.records import Tombstone
 from dataplane.rpc.bounds import NAME_LENGTH_MAX
@@ -63,34 +63,35 @@ if TYPE_CHECKING:
 
 # -- changes -----------------------------------------------------------------------------------
 
-_PAUSE_S, _AWAY_S = 0.25, 60.0
+_PAUSE_S, _SILENT_S, _AWAY_S, _NAMED_MAX = 0.25, 5.0, 60.0, 8
 
 
 def changed(settings: Settings, request: ChangeRequest) -> tuple[LedgerEntry, ChangeResponse]:
     """Send a change to the coordinator, until the ranks of the job have agreed: see `decided`."""
-    return asked_coordinator(settings, lambda client: decided(client, request))
+    return asked_coordinator(settings, lambda client: decided(client, request), _AWAY_S)
 
 
 async def decided(
     client: CoordinatorClient, request: ChangeRequest
 ) -> tuple[LedgerEntry, ChangeResponse]:
     """Send a change again and again until the coordinator has made its entry. Return the entry, and
-    the last answer. The coordinator may restart meanwhile, before or after it makes the entry.
+    the last answer. The coordinator may restart meanwhile, before or after it makes the entry. If
+    this takes long, print which ranks the coordinator waits for.
 
     Raises:  ConfigError: the change is not possible.  PeerLost, AccessDenied: as the call.
     """
-    until = 0.0
-    while True:
-        try:
-            answer = await client.change(request)
-        except PeerLost:
-            if time.monotonic() >= until:
-                raise
-        else:
-            until = time.monotonic() + _AWAY_S
-            if answer.entry is not None:
-                return answer.entry, answer
+    shown, since = tuple[int, ...](), time.monotonic()
+    while (answer := await client.change(request)).entry is None:
+        awaited = answer.awaited_ranks
+        if awaited != shown and time.monotonic() - since >= _SILENT_S:
+            shown = awaited
+            named = ", ".join(map(str, awaited[:_NAMED_MAX])) + ", …" * (len(awaited) > _NAMED_MAX)
+            output.warn(
+                f"waiting up to a minute for {output.counted(len(awaited), 'rank')} ({named}):"
+                " not begun to read, or without an answer from the node"
+            )
         await asyncio.sleep(_PAUSE_S)
+    return answer.entry, answer
 
 
 def who() -> str:
@@ -341,7 +342,7 @@ def tombstone(
 
     if not row_names and not shard_names:
         raise ConfigError("name rows with --row, or shards with --shard", field="row")
-    ledger = live_ledger(settings, job)
+    ledger = live_ledger(settings, job, _AWAY_S)
     dataset = dataset_of(ledger.spec, ledger.dataset)
     options = {
         "data": places, "dataset_moved": dataset_moved, "workers": workers, "format_name": "",

@@ -566,14 +566,14 @@ def split_row(name: str) -> tuple[str, int]:
     return shard, int(row)
 
 
-def live_ledger(settings: Settings, job: str) -> Ledger:
-    """Return the ledger of the job of this name, from its coordinator.
+def live_ledger(settings: Settings, job: str, away_s: float = 0.0) -> Ledger:
+    """Return the ledger of the job of this name, as `asked_coordinator` gets it.
 
     Raises:  ConfigError: no job has that name.  PeerLost, AccessDenied: as the call.
     """
     from dataplane.rpc.membership import LedgerRequest
 
-    answer = asked_coordinator(settings, lambda client: client.ledger(LedgerRequest(job)))
+    answer = asked_coordinator(settings, lambda client: client.ledger(LedgerRequest(job)), away_s)
     return Ledger(
         answer.job_id, answer.urls, answer.spec, answer.sample_count, answer.dp_size, answer.format,
         answer.epoch, answer.cursor, answer.identity, entries=answer.entries,
@@ -581,17 +581,17 @@ def live_ledger(settings: Settings, job: str) -> Ledger:
 
 
 def asked_coordinator(
-    settings: Settings, call: Callable[[CoordinatorClient], Awaitable[_Answer]]
+    settings: Settings, call: Callable[[CoordinatorClient], Awaitable[_Answer]], away_s: float = 0
 ) -> _Answer:
-    """Call the coordinator that the command line names, and return its answer.
+    """Call the coordinator that the command line names, for `away_s` if it does not answer.
 
     Raises:  PeerLost, AccessDenied, or another error, as the call.
     """
     from dataplane.rpc.calls import CoordinatorClient
 
     async def asked() -> _Answer:
-        address = str(settings["join"].value or settings["listen"].value)
-        client = CoordinatorClient(address, security_given(settings, listens=False))
+        peer = str(settings["join"].value or settings["listen"].value)
+        client = CoordinatorClient(peer, security_given(settings, listens=False), patience_s=away_s)
         try:
             return await call(client)
         finally:

@@ -80,8 +80,8 @@ _WAIT = wait_random_exponential(multiplier=0.05, max=1.0)
 class CoordinatorClient:
     """`Coordination` over gRPC, from one event loop. Connects with the first call.
 
-    A call waits `timeout_s` for an answer. Without an answer, join and register are repeated for
-    `patience_s`, since nothing can start without them; the other calls are periodic anyway.
+    A call waits `timeout_s` for an answer. Without an answer, calls that are not periodic are
+    repeated for `patience_s`, apart from status, which says that nobody answers.
     """
 
     def __init__(
@@ -150,11 +150,11 @@ class CoordinatorClient:
 
     async def ledger(self, request: LedgerRequest) -> LedgerResponse:
         """See `Coordination.ledger`."""
-        return cast(LedgerResponse, await self._call("ledger", request))
+        return cast(LedgerResponse, await self._of_command("ledger", request))
 
     async def change(self, request: ChangeRequest) -> ChangeResponse:
         """See `Coordination.change`."""
-        return cast(ChangeResponse, await self._call("change", request))
+        return cast(ChangeResponse, await self._of_command("change", request))
 
     async def close(self) -> None:
         """Close the connection; may be called twice."""
@@ -173,6 +173,12 @@ class CoordinatorClient:
             reraise=True,
         )
         return await attempts(self._watched, name, request)
+
+    async def _of_command(self, name: str, request: object) -> object:
+        """Make a call for a command. Without patience, log nothing: the error says it all."""
+        if not self._patience_s:
+            return await self._call(name, request)
+        return await self._patiently(name, request, self._patience_s)
 
     async def _watched(self, name: str, request: object) -> object:
         """Make a call, and log when the coordinator stops answering or answers again, and when it

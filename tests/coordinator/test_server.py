@@ -16,6 +16,7 @@ from membership import SPEC, VERSION, progress
 from msgspec import structs
 from trusted import OWN, TOKEN, TRUSTED, beat, join, node
 
+from dataplane.commands import ledger
 from dataplane.commands.ledger import decided
 from dataplane.coordinator.front import CoordinatorConfig
 from dataplane.coordinator.server import CoordinatorServer
@@ -38,6 +39,7 @@ from dataplane.rpc.membership import (
     MixPromise,
     RowsTaken,
     StatusRequest,
+    StepsSkipped,
 )
 from dataplane.rpc.serve import GrpcServer
 from dataplane.rpc.services import COORDINATOR
@@ -126,7 +128,33 @@ class Answered(CoordinatorClient):
         return answer
 
 
-async def test_a_change_is_agreed_on_although_the_coordinator_restarts_meanwhile(tmp_path):
+async def test_a_change_is_made_although_the_coordinator_is_away_at_first(tmp_path, caplog):
+    host = ".".join(map(str, (127, *os.urandom(2), 1)))
+    process, address = await start_process(tmp_path / "c.db", f"{host}:0")
+    client = CoordinatorClient(address, TRUSTED, patience_s=60.0, identity=OWN)
+    await client.join(join(0, 1))
+    await kill(process)
+    skip = ChangeRequest("j", "me@here", skip=StepsSkipped(1, 2))
+    change = asyncio.create_task(decided(client, skip))
+    while True:
+        if "coordinator does not answer" in caplog.text:
+            break
+        await asyncio.sleep(0.01)
+    process, _ = await start_process(tmp_path / "c.db", address)
+    entry, _ = await change
+    assert entry.kind == "skip"
+    await client.close()
+    await kill(process)
+    late = CoordinatorClient(address, TRUSTED, patience_s=0.2, identity=OWN)
+    with pytest.raises(PeerLost, match=f"nobody answers at {address}"):
+        await decided(late, skip)
+    await late.close()
+
+
+async def test_a_change_is_agreed_on_although_the_coordinator_restarts_meanwhile(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(ledger, "_SILENT_S", 0.0)
     host = ".".join(map(str, (127, *os.urandom(2), 1)))
     process, address = await start_process(tmp_path / "c.db", f"{host}:0")
     client = Answered(address, TRUSTED, patience_s=60.0, identity=OWN)
@@ -152,6 +180,7 @@ async def test_a_change_is_agreed_on_although_the_coordinator_restarts_meanwhile
     entry, answer = await change
     assert verdict.entries == (entry,)
     assert (answer.is_running, entry.position) == (True, LedgerPosition(0, 32))
+    assert "waiting up to a minute for 1 rank (0)" in capsys.readouterr().err
     await client.close()
     await kill(process)
 
