@@ -115,6 +115,7 @@ class Session:
         self._mix: MixHistory | None = None
         self._decide_mix: Callable[[JobOpened], MixHistory | None] | None = None
         self._midway: dict[int, LedgerEntry] = {}
+        self._begin: tuple[int, LedgerPosition | None] = 0, None
         self.mixes_asked: tuple[MixAt, ...] = ()
         """The known weights that people requested, in the order of their places. The tuple is
         replaced when more weights become known.
@@ -193,6 +194,12 @@ class Session:
             if entry.position.epoch == epoch and begin < entry.position.cursor < end
         )
 
+    def begins(self, epoch: int, cursor: int) -> None:
+        """Note that a stream begins at this place. The launch begins at the first of these."""
+        at, (generation, known) = LedgerPosition(epoch, cursor), self._begin
+        if known is None or generation != self._generation or at < known:
+            self._begin = self._generation, at
+
     def learn(self, entries: Iterable[LedgerEntry]) -> None:
         """Note weights and rows to leave out that people requested while the job ran."""
         some = {entry.seq: entry for entry in entries if is_midway(entry, self._generation)}
@@ -237,6 +244,8 @@ class Session:
         if mixed is not None and self.mix is not None:
             mixed = mixed.with_history(self.mix)
         sources = () if mixture is None else mixture.sources
+        known = {entry.seq: entry for entry in (*job.entries, *self._midway.values())}
+        entries = tuple(known.values())
         return Ledger(
             self.request.job_id,
             tuple(map(unsigned, source.urls)),
@@ -253,11 +262,8 @@ class Session:
             ),
             schedule,
             job.generation if self._taken else 0,
-            tuple(
-                {
-                    mix_entry.seq: mix_entry for mix_entry in (*job.entries, *self._midway.values())
-                }.values()
-            ),
+            self._begin[1] if any(entry.kind == TOMBSTONE for entry in entries) else None,
+            entries,
         ).to_lines()
 
     def tally(self) -> Tally:

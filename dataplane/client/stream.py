@@ -301,6 +301,7 @@ class SlabStream:
         self._mount, self._stream_id = mount, opened.stream_id
         self._step_count, self._next_step = opened.step_count, step
         mount.progress = self._epoch, self._consumed
+        self._session.begins(self._epoch, self._cursor)
 
     def _ask(self, mount: Mount, deadline: float) -> int:
         bound = self._session.bound(time.monotonic())

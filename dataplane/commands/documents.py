@@ -285,13 +285,7 @@ class LeftOut:
         ledger = self._ledger
         if ledger is None:
             return _NOTHING
-        reached, place = (
-            LedgerPosition(ledger.epoch, ledger.cursor),
-            LedgerPosition(epoch, position),
-        )
-        dataset = dataset_of(ledger.spec, ledger.dataset)
-        generation = ledger.generation
-        return changes_at(ledger.entries, ledger.spec, dataset, reached, place, generation)
+        return changes_at(ledger, LedgerPosition(epoch, position))
 
     def rows_for(self, changes: Changes) -> RowsFor | None:
         """Return the rows that replace removed ones; None if no rows were removed."""

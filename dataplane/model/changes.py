@@ -23,7 +23,7 @@ from msgspec import Struct, structs
 
 from dataplane.model.config import JobSpec, Stage
 from dataplane.model.errors import ConfigError
-from dataplane.model.ledger import PLACE_MAX, LedgerEntry, LedgerPosition, canonical
+from dataplane.model.ledger import PLACE_MAX, Ledger, LedgerEntry, LedgerPosition, canonical
 from dataplane.model.records import (
     DatasetIdentity,
     End,
@@ -430,13 +430,21 @@ def apart(
 
 
 def taken_by(
-    entries: Iterable[LedgerEntry], generation: int | None, place: LedgerPosition
+    entries: Iterable[LedgerEntry],
+    generation: int | None,
+    place: LedgerPosition,
+    begin: LedgerPosition | None = None,
 ) -> tuple[LedgerEntry, ...]:
-    """Return these entries without the rows that a launch leaves out only behind this place."""
+    """Return these entries without the rows that a launch leaves out only behind this place. Former
+    launches read what lies before its `begin`.
+    """
+    is_own = begin is None or place >= begin
     return tuple(
         entry
         for entry in entries
-        if entry.kind != TOMBSTONE or entry.position <= place or not is_midway(entry, generation)
+        if entry.kind != TOMBSTONE
+        or entry.position <= place
+        or (is_own and not is_midway(entry, generation))
     )
 
 
@@ -457,18 +465,11 @@ def holding(
     return tuple(entry for entry in some if (last is None or entry.seq <= last) and holds(entry))
 
 
-def changes_at(
-    entries: Sequence[LedgerEntry],
-    spec: JobSpec,
-    dataset: DatasetIdentity,
-    reached: LedgerPosition,
-    place: LedgerPosition,
-    generation: int = 0,
-) -> Changes:
+def changes_at(ledger: Ledger, place: LedgerPosition) -> Changes:
     """Return the changes of the launch that reads this place: the present launch if the job is
-    running and has not passed the place, otherwise the next one. `reached` is how far the job is.
-    Without starts of launches, `generation` is the launch of the loader that saved the entries.
+    running and has not passed the place, otherwise the next one.
     """
+    entries, reached = ledger.entries, LedgerPosition(ledger.epoch, ledger.cursor)
     launches = [entry for entry in entries if entry.kind in ("start", "end")]
     is_running = bool(launches) and launches[-1].kind == "start"
     if launches and (is_running or place < reached):
@@ -477,9 +478,9 @@ def changes_at(
         ]
         entries = launch_entries(entries, starts[-1], place) if starts else ()
     elif not launches:  # saved by a loader
-        entries = taken_by(entries, generation, place)
-    entries = [entry for entry in entries if entry.by != LOADER or entry.position <= place]
-    return changes_of(in_force(entries, spec, dataset))
+        entries = taken_by(entries, ledger.generation, place, ledger.begin)
+    own = [entry for entry in entries if entry.by != LOADER or entry.position <= place]
+    return changes_of(in_force(own, ledger.spec, dataset_of(ledger.spec, ledger.dataset)))
 
 
 def launch_entries(

@@ -27,7 +27,7 @@ from dataplane.model.records import DatasetIdentity, Unsigned
 from dataplane.model.typed import complete
 
 LEDGER_VERSION = 1
-_OPTIONAL = {"schedule", "generation"}
+_OPTIONAL = {"schedule", "generation", "begin"}
 MARK = b'{"ledger":'
 """The first bytes of a saved ledger, by which it is recognised."""
 
@@ -134,7 +134,8 @@ class Ledger(Struct, frozen=True):
     """A job: its dataset, its spec, its progress, and its entries. `dataset` is None if it is
     unknown. `urls` are the urls of all sources of a mixture; `sources` lists them by source, and is
     empty if it is unknown which source has which urls. `schedule` is what is left of a schedule.
-    `generation` is that of the loader's launch if rows were taken out of the running job, else 0.
+    `generation` is that of the loader's launch if rows were taken out of the running job, else 0;
+    `begin` is where the launch began to read, if rows were taken out at all.
     """
 
     job_id: str
@@ -149,6 +150,7 @@ class Ledger(Struct, frozen=True):
     sources: tuple[SourceUrls, ...] = ()
     schedule: Schedule | None = None
     generation: int = 0
+    begin: LedgerPosition | None = None
     entries: tuple[LedgerEntry, ...] = ()
 
     @property
@@ -203,6 +205,7 @@ class Ledger(Struct, frozen=True):
         places = [
             LedgerPosition(self.epoch, self.cursor),
             *(entry.position for entry in self.entries),
+            *(() if self.begin is None else (self.begin,)),
         ]
         numbers = (self.sample_count, *(n for at in places for n in (at.epoch, at.cursor)))
         if wrong := [number for number in numbers if not 0 <= number < PLACE_MAX]:

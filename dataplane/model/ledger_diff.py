@@ -18,7 +18,6 @@ from dataplane.model.changes import (
     ALL_ROWS,
     TOMBSTONE,
     Changes,
-    apart,
     changes_of,
     dataset_of,
     in_force,
@@ -233,11 +232,10 @@ def _launches(ledger: Ledger) -> list[_Launch]:
     dataset = dataset_of(ledger.spec, ledger.dataset)
     starts = [entry for entry in ledger.entries if entry.kind == "start"]
     if not starts:  # saved by a loader: it has changes, but no launches
-        whole, midway = apart(ledger.entries, ledger.generation)
         batch, launches = ledger.spec.global_batch, list[_Launch]()
-        places = {_START, *(entry.position for entry in midway if entry.kind == TOMBSTONE)}
-        for at in sorted(places):
-            own = (*whole, *taken_by(midway, ledger.generation, at))
+        taken = (entry.position for entry in ledger.entries if entry.kind == TOMBSTONE)
+        for at in sorted({_START, ledger.begin or _START, *taken}):
+            own = taken_by(ledger.entries, ledger.generation, at, ledger.begin)
             launches.append(_Launch(at, batch, changes_of(in_force(own, ledger.spec, dataset))))
         return launches
     launches = [_Launch(_START, number_of(starts[0], "global_batch", 1), Changes())]
