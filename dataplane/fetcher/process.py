@@ -56,8 +56,8 @@ from dataplane.neighbours.wire import GIVEN_WHOLE, NOT_GIVEN
 from dataplane.rpc import fetches, local, tasks
 from dataplane.rpc.fetches import READS_MAX
 
-# Import obstore here, so that the fork server imports it once for all fetchers.
-from dataplane.store import obstore_store  # noqa: F401
+# Import these here, so that the fork server imports them once for all fetchers.
+from dataplane.store import connections, obstore_store  # noqa: F401
 from dataplane.store.connect import Stores
 from dataplane.store.outage import Observe, Outage
 from dataplane.store.reads import EndedEarlyError, Race, Sink, copy_into, fill, raced

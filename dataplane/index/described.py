@@ -6,7 +6,7 @@ import threading
 from collections.abc import Mapping, Sequence
 
 from dataplane.base.suffixes import BESIDES, path_of
-from dataplane.formats import litdata, megatron, registry
+from dataplane.formats import megatron, registry
 from dataplane.formats.base import Format
 from dataplane.formats.source import read_in_threads
 from dataplane.index.run import Connect, StoredShard
@@ -45,6 +45,8 @@ def _of_litdata(
 
     Raises:  ConfigError: two folders differ.   ShardNotFound: a chunk is missing.
     """
+    from dataplane.formats import litdata
+
     by_url = {info.url: info for info in shards}
     names: dict[str, str] = {}
     ordered: list[ObjectInfo] = []

@@ -19,7 +19,6 @@ from dataplane.formats.joint_types import (
     joint_inferred,
     joint_type,
 )
-from dataplane.formats.tar import is_new_field
 from dataplane.formats.unsupported import Difference, differing, mismatch_of, with_difference
 
 _AT_HAND = 8
@@ -116,6 +115,8 @@ def _merged(schemas: Sequence[_Seen]) -> pa.Schema:
     first = schemas[0].schema
     if len(schemas) == 1:
         return first
+    from dataplane.formats.tar import is_new_field
+
     inferred, closed = is_inferred(first), is_closed(first)
     columns: dict[str, _Column] = {}
     for at, seen in enumerate(schemas):

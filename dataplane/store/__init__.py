@@ -5,5 +5,5 @@ that a user's urls name, in the `layouts` of known folders and the `tables` of D
 `urls` parses urls, and `url_policy` says which of them may be opened. `reads` has pieces, etags and
 races, `faults` the table of faults and their retries. `retry` makes the retries, and `outage`
 exchanges outages and pauses between processes. `local` reads files of this machine, and
-`obstore_store` most other stores.
+`obstore_store` most other stores, large ranges over `connections`.
 """

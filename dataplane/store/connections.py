@@ -26,8 +26,10 @@ from typing import Any
 from typing_extensions import Buffer
 
 from dataplane.store.faults import (
+    CONNECT_TIMEOUT_S,
     LASTING,
     UNREACHABLE,
+    Refused,
     SilentError,
     Why,
     kind_of,
@@ -38,7 +40,6 @@ from dataplane.store.faults import (
 from dataplane.store.reads import Race, Sink, first_request, is_strong
 from dataplane.store.receiving import Patience, receive_into_file, receive_into_memory
 
-CONNECT_TIMEOUT_S = 5.0
 _IDLE_S = 20.0
 _SILENCE_PARTS = 3
 _PROBES = 3
@@ -358,10 +359,6 @@ _SPAN = re.compile(r"bytes (\d{1,18})-(\d{1,18})/")
 # After this many refusals in a row, direct requests pause for a while.
 _REFUSALS_MAX = 8
 _PAUSE_S = 60.0
-
-
-class Refused(Exception):
-    """The answer is not the requested bytes, and its headers do not say why."""
 
 
 class DirectReads:

@@ -26,6 +26,12 @@ from dataplane.model.errors import (
     TruncatedRead,
 )
 
+CONNECT_TIMEOUT_S = 5.0
+
+
+class Refused(Exception):
+    """A direct read got an answer that is not the requested bytes, and does not say why."""
+
 
 class Wait(Struct, frozen=True):
     """How waits grow: from `base_s`, doubled each time, up to `cap_s`. The actual wait is uniformly

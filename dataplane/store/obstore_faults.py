@@ -10,7 +10,6 @@ that it refused.
 
 from __future__ import annotations
 
-import html
 import re
 
 from msgspec import Struct
@@ -148,6 +147,8 @@ def _said(text: str) -> _Said:
     if answer is None:
         return _Said(int(_first(_STATUS, text) or 0))
     body = answer[2].strip()
+    import html  # here, since a node imports this module while a trainer waits
+
     message = html.unescape(_first(_MESSAGE, body)) or ("" if body.startswith(("<", "{")) else body)
     return _Said(int(answer[1]), _first(_CODE, body), shortened(message), _first(_REGION, body))
 

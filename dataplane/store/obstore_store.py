@@ -13,6 +13,7 @@ import datetime as dt
 import functools
 import os
 import re
+import threading
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import lt
@@ -26,10 +27,8 @@ from typing_extensions import Buffer
 
 from dataplane.model.errors import ConfigError, DatasetChangedError, StoreError
 from dataplane.model.records import ObjectInfo
-from dataplane.store import connections
 from dataplane.store.base import LAST, NotInOrderError, Page
-from dataplane.store.connections import CONNECT_TIMEOUT_S
-from dataplane.store.faults import shortened
+from dataplane.store.faults import CONNECT_TIMEOUT_S, Refused, shortened
 from dataplane.store.obstore_faults import ODD, has_answer, has_no_range, is_mute, mapped
 from dataplane.store.reads import (
     NO_ETAG,
@@ -51,6 +50,8 @@ from dataplane.store.urls import folder_of, key_of, scheme_of
 if TYPE_CHECKING:
     # These exist for type checkers only: obstore's module does not have them at run time.
     from obstore.store import ClientConfig, RetryConfig, S3Config, S3Credential
+
+    from dataplane.store import connections
 
 Client = S3Store | GCSStore | AzureStore | HTTPStore
 
@@ -204,7 +205,9 @@ class ObstoreStore:
         self._is_http = scheme_of(base) in ("http", "https")
         self._request_timeout_s = request_timeout_s
         self._was_served = False
+        self._making = threading.Lock()
         self._direct: connections.DirectReads | None = None
+        self._is_direct_made = False
         self.reconnect()
 
     def reconnect(self) -> None:
@@ -218,20 +221,33 @@ class ObstoreStore:
                 f"the environment does not configure access to {self._base}: "
                 f"{shortened(str(cause))}"
             ) from cause
-        before, self._client, self._direct = self._direct, made, None
+        with self._making:
+            before, self._client, self._direct = self._direct, made, None
+            self._is_direct_made = False
         if before is not None:
             before.close()
         # Use functions, not bound methods: an object that holds connections must not be part of a
         # reference cycle.
         make = functools.partial(_client_of_query, self._request_timeout_s)
         self._client_of_query = functools.lru_cache(_QUERY_CLIENTS_MAX)(make)
-        if not connections.is_possible(os.environ):
-            return
-        if isinstance(made, S3Store):
-            sign = functools.partial(_signed, made)
-            self._direct = connections.DirectReads(sign, self._request_timeout_s)
-        elif self._is_http and "@" not in self._base:
-            self._direct = connections.DirectReads(str, self._request_timeout_s)
+
+    def _direct_reads(self) -> connections.DirectReads | None:
+        """Return what reads large ranges; None if obstore must. It is made when it is first needed:
+        a node that lists and indexes before its first batch does not import http.client.
+        """
+        with self._making:
+            if not self._is_direct_made:
+                from dataplane.store import connections
+
+                if not connections.is_possible(os.environ):
+                    pass
+                elif isinstance(self._client, S3Store):
+                    sign = functools.partial(_signed, self._client)
+                    self._direct = connections.DirectReads(sign, self._request_timeout_s)
+                elif self._is_http and "@" not in self._base:
+                    self._direct = connections.DirectReads(str, self._request_timeout_s)
+                self._is_direct_made = True
+            return self._direct
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         # obstore lists whole folders: names that do not match the prefix are dropped here.
@@ -290,15 +306,15 @@ class ObstoreStore:
 
     def read_into(self, url: str, offset: int, etag: str, *into: memoryview) -> None:
         """Implement `base.Filling.read_into`."""
-        ways = self._direct
-        is_direct = ways is not None and ways.is_of_use and not etag.startswith(NO_ETAG)
         has_query, length = self._has_query(url), sum(map(len, into))
         is_worth_it = has_query if self._is_http else length >= _DIRECT_BYTES_MIN
-        if ways is not None and is_direct and is_worth_it and length:
+        is_worth_it = is_worth_it and length > 0 and not etag.startswith(NO_ETAG)
+        ways = self._direct_reads() if is_worth_it else None
+        if ways is not None and ways.is_of_use:
             key = url if has_query else self._key(url)
             try:
                 self._call(url, lambda: ways.read_into(url, key, offset, etag, *into))
-            except connections.Refused:
+            except Refused:
                 pass  # obstore repeats the request below
             else:
                 return
@@ -448,9 +464,9 @@ def _by_get(client: Client, key: str) -> obstore.ObjectMeta:
 def _signed(client: S3Store, key: str) -> str:
     """Sign a request, and return its url.
 
-    Raises:  connections.Refused: obstore cannot sign it, for example without credentials.
+    Raises:  Refused: obstore cannot sign it, for example without credentials.
     """
     try:
         return obstore.sign(client, "GET", key, SIGNED_FOR)
     except obstore.exceptions.BaseError as cause:
-        raise connections.Refused from cause
+        raise Refused from cause

@@ -10,7 +10,6 @@ Names and arguments are torchvision's; each step has a file in steps/. A list of
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -259,6 +258,8 @@ def _meant(column: str, specs: Sequence[ColumnSpec]) -> str:
     """
     encoded = [spec.name for spec in specs if spec.kind is Kind.BYTES]
     within = [name for name in encoded if name.startswith(f"{column}.")]
+    import difflib
+
     near = within or difflib.get_close_matches(column, encoded, 1) or encoded
     return f"; did you mean {near[0]!r}?" if len(near) == 1 else ""
 
