@@ -26,10 +26,9 @@ from dataplane.base.trace import Trace
 from dataplane.index.run import StoredShard
 from dataplane.model.errors import ClosedError, DataplaneError, PeerLost
 from dataplane.rpc import local, tasks
-from dataplane.worker.death import Cause, ProcessEnd, end_of
+from dataplane.worker.death import WORDS_BYTES_MAX, Cause, ProcessEnd, end_of
 from dataplane.worker.forking import fork_server
 from dataplane.worker.indexing import PART_BYTES
-from dataplane.worker.process import WORDS_BYTES_MAX
 
 _LOOK_S = 0.25
 

@@ -24,12 +24,13 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from dataplane.model.config import NodeConfig
+    from dataplane.model.errors import DataplaneError
     from dataplane.node.manifests import EarlyOpening
     from dataplane.node.pool import WorkerPool
     from dataplane.rpc.messages import DatasetSource
 
 _DORMANT_LINGERS, _DORMANT_S_MIN = 30, 1.0
-_LOOK_S = 0.5
+_LOOK_S, _SWITCH_S = 0.5, 0.0005
 _REFUSED = 2
 
 
@@ -63,9 +64,15 @@ def main() -> int:
     is_remote, has_format = _import_for_both(opening)
     ahead = {"is_remote": is_remote, "has_format": has_format}
     fork_server.acquire(stderr_fd, lambda descriptor: _be_fork_server(descriptor, **ahead))
+    from dataplane.model.errors import DataplaneError
+
+    try:
+        config, early = _begun(opening)
+    except DataplaneError as error:
+        return _refused(error)
     import asyncio
 
-    asyncio.run(_to_the_end(int(given["--listener-fd"]), stderr_fd, opening))
+    asyncio.run(_to_the_end(int(given["--listener-fd"]), stderr_fd, config, early))
     return 0
 
 
@@ -119,11 +126,35 @@ def _opening(descriptor: int) -> DatasetSource:
     return DatasetSource(*msgspec.json.decode(content, type=complete(tuple[tuple[str, ...], str])))
 
 
+def _begun(opening: DatasetSource | None) -> tuple[NodeConfig, EarlyOpening | None]:
+    """Read the settings, and begin to open the dataset before further imports: the thread that
+    opens it mostly waits for the store.
+    """
+    from msgspec import structs
+
+    from dataplane.base.machine import raise_descriptor_limit
+    from dataplane.base.trace import configure
+    from dataplane.node.manifests import EarlyOpening
+    from dataplane.settings import default_node_config
+
+    # Let that thread have the interpreter soon, although this thread needs it all the time.
+    sys.setswitchinterval(_SWITCH_S)
+    raise_descriptor_limit()
+    config = structs.replace(default_node_config(), embedded=True)
+    configure(config.log_level, config.log_format)
+    return config, None if opening is None else EarlyOpening(config, opening)
+
+
+def _refused(error: DataplaneError) -> int:
+    sys.stderr.write(f"dataplane node: {error}\n")
+    return _REFUSED
+
+
 async def _to_the_end(
-    descriptor: int, stderr_fd: int | None, opening: DatasetSource | None
+    descriptor: int, stderr_fd: int | None, config: NodeConfig, early: EarlyOpening | None
 ) -> None:
     """Run a node, then exit at once: a thread may be stuck in a read from a store that hangs."""
-    status = await _embedded(descriptor, stderr_fd, opening)
+    status = await _embedded(descriptor, stderr_fd, config, early)
     sys.stderr.flush()
     os._exit(status)
 
@@ -146,30 +177,22 @@ def _started(stderr_fd: int | None) -> None:
     os.close(log_fd)
 
 
-async def _embedded(descriptor: int, stderr_fd: int | None, opening: DatasetSource | None) -> int:
+async def _embedded(
+    descriptor: int, stderr_fd: int | None, config: NodeConfig, early: EarlyOpening | None
+) -> int:
     import asyncio
 
-    from msgspec import structs
-
     from dataplane.base import background
-    from dataplane.base.machine import raise_descriptor_limit
-    from dataplane.base.trace import Trace, configure
+    from dataplane.base.trace import Trace
     from dataplane.model.errors import DataplaneError
-    from dataplane.node.manifests import EarlyOpening
-    from dataplane.settings import default_node_config
 
     background.end_process_on_failure()
-    raise_descriptor_limit()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     # Ctrl-C at a terminal is meant for the trainer; the node exits after its last trainer.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        config = structs.replace(default_node_config(), embedded=True)
-        configure(config.log_level, config.log_format)
-        # Open the dataset before further imports: the thread mostly waits for the store.
-        early = None if opening is None else EarlyOpening(config, opening)
         from dataplane.node.pool import WorkerPool
 
         while True:
@@ -182,8 +205,7 @@ async def _embedded(descriptor: int, stderr_fd: int | None, opening: DatasetSour
                 return 0
             early = None
     except DataplaneError as error:
-        sys.stderr.write(f"dataplane node: {error}\n")
-        return _REFUSED
+        return _refused(error)
     except Exception as error:  # noqa: BLE001 - a stuck thread must not keep the process alive
         background.end_process("node", error)
     return 0

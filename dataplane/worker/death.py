@@ -26,6 +26,8 @@ from dataplane.model.errors import (
     FunctionError,
 )
 
+WORDS_BYTES_MAX = 4096
+"""The bytes at the end of a process's stderr that are kept, to report how the process ended."""
 NOT_STARTED = "no process can be started: "
 """The fork server writes this text to stderr, followed by the reason."""
 _AT_A_LIMIT = tuple(f"[Errno {number}]" for number in (errno.EAGAIN, errno.ENOMEM))

@@ -26,13 +26,12 @@ from dataplane.base.machine import Pulse
 from dataplane.base.trace import Trace
 from dataplane.model.errors import DataplaneError, PeerLost
 from dataplane.rpc import local
+from dataplane.worker.death import WORDS_BYTES_MAX
 from dataplane.worker.forking import ForkedProcess, fork_server
 
 MEMORY_BYTES = 1 << 30
 """Default limit on a worker's private memory."""
 HUNG_S = 15.0
-WORDS_BYTES_MAX = 4096
-"""The bytes at the end of a process's stderr that are kept, to report how the process ended."""
 _PIECE_BYTES = 4096
 _MESSAGES_A_TURN = 32
 _CLOSE_S = 5.0
