@@ -25,6 +25,7 @@ from pathlib import Path
 from msgspec import Struct
 from typing_extensions import Buffer
 
+from dataplane.base.units import ways_to_set
 from dataplane.formats import registry
 from dataplane.formats.base import Format, ShardIndex
 from dataplane.formats.index_frames import IndexFrames, decode_indexes
@@ -167,7 +168,7 @@ def cache_faults(folder: Path) -> Iterator[None]:
     except OSError as fault:
         raise ConfigError(
             f"the cache folder {folder} cannot be used ({fault.strerror or fault}); choose "
-            "another one with cache_dir",
+            f"another one ({ways_to_set('cache_dir', 'FOLDER')})",
             field="cache_dir",
         ) from fault
 

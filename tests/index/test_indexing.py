@@ -292,7 +292,7 @@ def test_a_named_format_reads_files_without_an_ending(tmp_path: Path) -> None:
 
 def test_a_cache_folder_that_cannot_be_used_is_named(dataset: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
-    with pytest.raises(ConfigError, match=r"cache folder .* cannot be used"):
+    with pytest.raises(ConfigError, match=r"cache folder .* cannot be used.*DATAPLANE_CACHE_DIR"):
         index_dataset(dataset, cache_dir=str(tmp_path / "file"))
 
 
