@@ -113,8 +113,10 @@ def read_written(array: pa.Array, target: pa.DataType, column: str, url: str) ->
         return converted(read(array), target, column, url)
     except pa.ArrowException:
         row = first_refused(array, read)
+    value = array[row].as_py()
+    shown = repr(value) if isinstance(value, str) else str(value)  # spaces count in a text
     raise ConfigError(
-        f"{url}: row {row} of its block has {array[row].as_py()!s:.100} in column {column!r}, "
+        f"{url}: row {row} of its block has {shown:.100} in column {column!r}, "
         f"which {numpy_name(target)} cannot hold: choose another dtype, or leave the column as it "
         "is",
         shard=url,

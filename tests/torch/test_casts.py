@@ -421,8 +421,8 @@ def test_decimals_and_digits_become_numbers_exactly_or_are_refused(tmp_path: Pat
     assert (batch["whole"].dtype, batch["whole"].tolist()) == (torch.int16, [1, 1, 1])
     assert (batch["level"].dtype, batch["level"].tolist()) == (torch.float16, [3, 100, 3])
     for column, dtype, value in (
-        ("mixed", "int64", "2 of its block has 0x1F"),
-        ("id", "int32", f"2 of its block has {big}"),
+        ("mixed", "int64", "2 of its block has '0x1F'"),
+        ("id", "int32", f"2 of its block has '{big}'"),
         ("price", "int64", "0 of its block has 0.10"),
     ):
         refused = pytest.raises(ConfigError, match=f"row {value} in column")
