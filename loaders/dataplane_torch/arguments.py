@@ -10,6 +10,7 @@ import enum
 import itertools
 import os
 import re
+import urllib.parse
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from numbers import Real
@@ -451,8 +452,10 @@ def _absolute(url: str) -> str:
 def _missing(url: str) -> str:
     """Describe the problem of a local path that does not exist; "" for everything else."""
     path = url.removeprefix("file://")
-    if not path.startswith("/") or os.path.lexists(path) or (path != url and "%" in path):
+    if not path.startswith("/") or os.path.lexists(path):
         return ""
+    if path != url and os.path.lexists(decoded := urllib.parse.unquote(path)):
+        return f"there is no file or folder {path}: urls are not decoded, so pass {decoded}"
     literal = _WILDCARD.split(path, maxsplit=1)[0]
     if literal != path:
         path = literal.rpartition("/")[0] or "/"
@@ -477,14 +480,17 @@ class _Looks(enum.Enum):
 
 def listed(dataset: Any) -> Any:
     """Convert a collection or an iterator of paths to a list: arrays and tuples of configurations,
-    `Path.glob()`, keys of a dict. A set is sorted. Anything else is returned unchanged.
+    `Path.glob()`, keys of a dict. A set is sorted. Anything else is returned unchanged, and read
+    only up to the first member that is no path: reading a sample may take long.
     """
     if not _may_hold_paths(dataset):
         return dataset
-    members = list(dataset)
-    if not all(isinstance(member, str | os.PathLike) for member in members):
-        return iter(members) if isinstance(dataset, Iterator) else dataset
-    paths = [str(member) if isinstance(member, str) else member for member in members]
+    members, paths = iter(dataset), list[Any]()
+    for member in members:
+        if not isinstance(member, str | os.PathLike):
+            is_read = isinstance(dataset, Iterator)
+            return itertools.chain(paths, [member], members) if is_read else dataset
+        paths.append(str(member) if isinstance(member, str) else member)
     return sorted(paths, key=os.fspath) if isinstance(dataset, AbstractSet) else paths
 
 

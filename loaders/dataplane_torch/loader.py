@@ -438,7 +438,10 @@ class DataLoader(LoaderBase[_T_co]):
         self._shards = self._resume = self._latest = self._place = self._begun = None
         self._loaded_in = {}
         for_urls, for_torch = bool(passed_options(given)), bool(passed_to_torch(of_torch))
-        urls = given.urls if isinstance(given.urls, Dataset) else listed(given.urls)
+        # Only an iterator of samples must be listed: torch needs a length.
+        is_samples = for_torch and not for_urls and not isinstance(given.urls, Iterator)
+        is_samples |= isinstance(given.urls, Dataset)
+        urls = given.urls if is_samples else listed(given.urls)
         is_urls = names_shards(urls, for_urls=for_urls, for_torch=for_torch)
         if is_urls or isinstance(given.urls, Iterator):
             given = replace(given, urls=urls)
@@ -446,8 +449,8 @@ class DataLoader(LoaderBase[_T_co]):
             refuse_torch_arguments(of_torch)
             job = _open_job(given, self._target, pin_memory=pin_memory)
             self._shards, shards = job, cast("Dataset[Any]", job.dataset)
-            # Convert numpy's integers, since torch accepts only Python's own.
-            super().__init__(shards, whole(given.batch_size), drop_last=given.drop_last)
+            batch_size = None if given.batch_size is None else job.batch_size
+            super().__init__(shards, batch_size, drop_last=given.drop_last)
             # Give the sampler a set_epoch(), which frameworks call.
             cast("Any", self.sampler).set_epoch = job.set_epoch
             self.shuffle = bool(given.shuffle)

@@ -194,6 +194,14 @@ class UrlJob:
         return Shards(self.urls, self)
 
     @property
+    def batch_size(self) -> int:
+        """The samples of this rank in a step; the rank may get one sample less if the number of
+        ranks does not divide the global batch.
+        """
+        request = self._job.request
+        return -(-request.spec.global_batch // request.topology.dp_size)
+
+    @property
     def sample_count(self) -> int:
         """The samples of the whole present epoch, over all ranks."""
         self._turn()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import dataplane_torch
+import numpy as np
 import pytest
 import torch
 from dataplane_torch import DataLoader, Ragged
@@ -68,6 +69,21 @@ def test_every_value_of_every_batch_is_right_while_all_are_held(fake) -> None:
         again = list(loader)
         assert rows_of(again[1]) == [sample(t, epoch=1) for t in range(7, 14)]
         assert rows_of(batches[1]) == [sample(t) for t in range(7, 14)]
+
+
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [
+        ({"global_batch_size": 8}, 4),
+        ({"global_batch_size": 7}, 4),
+        ({"batch_size": np.int64(3)}, 3),
+    ],
+)
+def test_batch_size_is_that_of_the_rank(fake, given, size) -> None:
+    fake(sample_count=30)
+    with DataLoader(URL, dp_rank=0, dp_size=2, **given) as loader:
+        assert (loader.batch_size, type(loader.batch_size)) == (size, int)
+        assert max(len(rows_of(batch)) for batch in loader) == size
 
 
 def test_the_dataset_of_a_loader_has_the_number_of_samples_of_all_ranks(fake) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import inspect
+import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from dataplane_torch.options import DEFAULTS, OTHER_NAMES, UrlOptions
 from dataplane_torch.shards import Shards
 
 from dataplane.client.topology import find_topology
-from dataplane.model.errors import ConfigError, DataplaneError
+from dataplane.model.errors import ConfigError, DataplaneError, ShardNotFound
 from dataplane.model.records import Topology
 from dataplane.rpc.messages import OpenJob
 
@@ -207,6 +208,45 @@ def test_other_collections_are_datasets_as_they_were():
         assert DataLoader(given).dataset is given
     with pytest.raises(ConfigError, match="nothing to load"):
         DataLoader(Path("/nowhere").glob("*.parquet"))
+
+
+class Counting(Sequence[Any]):
+    """A dataset that counts the samples that were read."""
+
+    def __init__(self, sample: Any) -> None:
+        self._sample, self.reads = sample, 0
+
+    def __getitem__(self, at: Any) -> Any:
+        if at >= 8:
+            raise IndexError(at)
+        self.reads += 1
+        return self._sample
+
+    def __len__(self) -> int:
+        return 8
+
+
+def test_samples_of_a_sequence_are_not_read_when_the_loader_is_made():
+    numbers, texts = Counting(1), Counting("/data/a.parquet")
+    for dataset, given in ((numbers, {}), (texts, {"collate_fn": list})):
+        loader = DataLoader(dataset, batch_size=4, **given)
+        assert loader.dataset is dataset
+        assert dataset.reads <= 1
+        assert len(list(loader)) == 2
+
+
+def test_an_iterator_of_samples_is_read_no_further_than_to_its_first():
+    samples = itertools.count()
+    with pytest.raises(TypeError, match="has no len"):
+        DataLoader(samples, shuffle=True)
+    assert next(samples) == 1
+
+
+def test_an_encoded_path_in_a_url_is_an_error_that_has_the_path(tmp_path):
+    (tmp_path / "a b.parquet").touch()
+    url = (tmp_path / "a b.parquet").as_uri()
+    with pytest.raises(ShardNotFound, match=r"are not decoded, so pass .*/a b\.parquet"):
+        DataLoader(url)
 
 
 @pytest.mark.parametrize(
