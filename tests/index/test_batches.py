@@ -25,6 +25,9 @@ from dataplane.index.indexing import index_dataset
 from dataplane.index.run import IndexProgress
 from dataplane.model.errors import CorruptShard, DataplaneError, SchemaMismatch
 from dataplane.model.records import Region
+from dataplane.worker import forking
+
+pytestmark = pytest.mark.usefixtures("odd")
 
 COUNT = 23
 TABLE = pa.table({"id": range(60), "text": ["x" * 20] * 60, "v": [[1, 2], None, []] * 20})
@@ -57,14 +60,25 @@ SHARDS = {
 
 
 @pytest.mark.parametrize("kind", SHARDS)
-def test_the_manifest_is_the_one_that_indexing_here_gives(
+def test_the_manifest_is_the_one_that_indexing_here_gives_and_preambles_are_handed_on(
     kind: str, put: Callable[[dict[str, bytes]], str]
 ) -> None:
+    kept: dict[tuple[str, str], tuple[Region, bytes]] = {}
+
+    def keep(url: str, etag: str, place: Region, content: bytes) -> None:
+        kept[url, etag] = place, content
+
     url = put(SHARDS[kind])
-    with indexing() as found:
-        assert found.of(url).to_bytes() == index_dataset(url).to_bytes()
-    assert found.together == sorted(SHARDS[kind])
-    assert found.alone == set()
+    with indexing(keep=keep) as indexed:
+        manifest = indexed.of(url)
+    assert manifest.to_bytes() == index_dataset(url).to_bytes()
+    assert indexed.together == sorted(SHARDS[kind])
+    assert indexed.alone == set()
+    expected = {}
+    for shard in manifest.shards:
+        place, content = shard.preamble, SHARDS[kind][shard.url.rpartition("/")[2]]
+        expected[shard.url, shard.etag] = (place, content[place.offset :][: place.length])
+    assert kept == expected
 
 
 def test_what_needs_many_more_bytes_is_indexed_alone(
@@ -81,22 +95,6 @@ def test_what_needs_many_more_bytes_is_indexed_alone(
     with indexing() as found:
         assert found.of(url).to_bytes() == expected
     assert found.alone == set(shards), "the rest is not tried"
-
-
-@pytest.mark.parametrize("kind", ["parquet", "arrow", "arrow file", "a large footer"])
-def test_preambles_are_handed_on(kind: str, put: Callable[[dict[str, bytes]], str]) -> None:
-    kept: dict[tuple[str, str], tuple[Region, bytes]] = {}
-
-    def keep(url: str, etag: str, place: Region, content: bytes) -> None:
-        kept[url, etag] = place, content
-
-    with indexing(keep=keep) as found:
-        manifest = found.of(put(SHARDS[kind]))
-    expected = {}
-    for shard in manifest.shards:
-        place, content = shard.preamble, SHARDS[kind][shard.url.rpartition("/")[2]]
-        expected[shard.url, shard.etag] = (place, content[place.offset :][: place.length])
-    assert kept == expected
 
 
 def test_a_damaged_shard_is_the_same_error_and_the_rest_is_kept(
@@ -236,24 +234,26 @@ class Odd(Parquet):
 """
 
 
-@pytest.fixture
-def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """This format is installed, here and in all processes that are started."""
-    folder = tmp_path / "packages"
+    folder = tmp_path_factory.mktemp("packages")
     (folder / "odd-1.dist-info").mkdir(parents=True)
     (folder / "odd-1.dist-info" / "METADATA").write_text("Name: odd\nVersion: 1\n")
     points = "[dataplane.formats]\nodd = odd_format:Odd\n"
     (folder / "odd-1.dist-info" / "entry_points.txt").write_text(points)
     (folder / "odd_format.py").write_text(_ODD)
-    monkeypatch.syspath_prepend(folder)
-    monkeypatch.setenv("PYTHONPATH", str(folder))
     known = (registry._others, registry._by_suffix, registry._by_end)
-    for each in known:
-        each.cache_clear()
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        patch.setenv("PYTHONPATH", str(folder))
+        for cached in known:
+            cached.cache_clear()
+        with forking.fork_server.held():  # for all tests
+            yield
     sys.modules.pop("odd_format", None)
-    for each in known:
-        each.cache_clear()
+    for cached in known:
+        cached.cache_clear()
 
 
 def odd_shards(way: str, where: str = "here") -> dict[str, bytes]:
@@ -262,7 +262,6 @@ def odd_shards(way: str, where: str = "here") -> dict[str, bytes]:
     return {**shards, f"010a-{way}-{where}.odd": content}
 
 
-@pytest.mark.usefixtures("odd")
 @pytest.mark.parametrize("way", ["well", "crash", "exit", "hang", "bug", "grow", "stop"])
 def test_whatever_becomes_of_a_parser_is_nobodys_error(
     way: str, put: Callable[[dict[str, bytes]], str]
@@ -275,7 +274,6 @@ def test_whatever_becomes_of_a_parser_is_nobodys_error(
     assert (f"010a-{way}-here.odd" in found.alone) == (way != "well")
 
 
-@pytest.mark.usefixtures("odd")
 @pytest.mark.parametrize("way", ["crash", "grow", "bug"])
 def test_who_is_to_blame_is_said_as_if_there_were_no_batches(
     way: str, put: Callable[[dict[str, bytes]], str]
@@ -292,7 +290,6 @@ def test_who_is_to_blame_is_said_as_if_there_were_no_batches(
     assert f"010a-{way}-everywhere.odd" in errors[0][1]
 
 
-@pytest.mark.usefixtures("odd")
 def test_pairs_that_are_of_no_use_are_not_replaced(put: Callable[[dict[str, bytes]], str]) -> None:
     content = parquet_bytes(TABLE)
     url = put({f"{number:03}-exit-here.odd": content for number in range(COUNT)})
