@@ -106,15 +106,14 @@ def test_the_rest_of_an_epoch_comes_before_the_next_stage_on_any_number_of_ranks
         (tmp_path / "ledger.jsonl").write_text(loader.ledger())
     (stage,) = states[-1]["stages"]
     assert (stage["epoch"], stage["rows"], len(states)) == (1, ended, len(expected))
-    change = len(epochs[0])
-    for turn, steps in enumerate((change - 1, change, change + 1)):
-        size = 1 + (len(recipe) + turn) % 4
-        with ranks(after, size, **new) as loaders:
-            for loader in loaders:
-                loader.load_state_dict(states[steps - 1], change="finish", before=former)
-            rest = [*read(loaders), *(read(loaders) if steps < change else [])]
-            assert rest == expected[steps:]
-            assert all(loader.state_dict()["stages"] == [stage] for loader in loaders)
+    change, turn = len(epochs[0]), [*RECIPES].index(recipe)
+    steps = change - 1 + turn % 3  # before, at and after the end of the epoch
+    with ranks(after, 1 + turn % 4, **new) as loaders:
+        for loader in loaders:
+            loader.load_state_dict(states[steps - 1], change="finish", before=former)
+        rest = [*read(loaders), *(read(loaders) if steps < change else [])]
+        assert rest == expected[steps:]
+        assert all(loader.state_dict()["stages"] == [stage] for loader in loaders)
     if recipe in ("seed and batch", "source removed", "shard lost"):
         check_traces(str(tmp_path / "ledger.jsonl"), capsys, *epochs, batch=())
 
@@ -268,15 +267,15 @@ def test_an_epoch_of_what_is_unread_resumes_on_any_number_of_ranks(
         following = read([loader])
         assert sorted(itertools.chain(*following)) == sorted(every)
         (tmp_path / "ledger.jsonl").write_text(loader.ledger())
-    for size in (2, 3, 4):
-        with ranks(after, size, **new) as loaders:
-            for loader in loaders:
-                loader.load_state_dict(state, **change)
-            assert read(loaders) == batches
-        with ranks(after, size, states[size - 2], **new) as loaders:  # within the epoch
-            assert read(loaders) == batches[size - 1 :]
-            assert read(loaders) == following
-            assert {loader.state_dict()["epoch"] for loader in loaders} == {3}
+    size = 2 + case % 3
+    with ranks(after, size, **new) as loaders:
+        for loader in loaders:
+            loader.load_state_dict(state, **change)
+        assert read(loaders) == batches
+    with ranks(after, size, states[size - 2], **new) as loaders:  # within the epoch
+        assert read(loaders) == batches[size - 1 :]
+        assert read(loaders) == following
+        assert {loader.state_dict()["epoch"] for loader in loaders} == {3}
     check_traces(str(tmp_path / "ledger.jsonl"), capsys, delivered, batches, following)
 
 
