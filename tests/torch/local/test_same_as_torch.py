@@ -191,9 +191,9 @@ def left(loader: Any) -> Iterator[Any]:
 
 def generators(loader: Any) -> list[Any]:
     """The state of each generator."""
-    found = [torch.random.get_rng_state().tolist(), random.getstate()]
-    found += [np.random.get_state()[1].tolist()]  # type: ignore[index]  # noqa: NPY002
-    return [*found, *([loader.generator.get_state().tolist()] if loader.generator else [])]
+    states = [torch.random.get_rng_state(), hash(random.getstate())]
+    states += [np.random.get_state()[1].copy()]  # type: ignore[index]  # noqa: NPY002
+    return [*states, *([loader.generator.get_state()] if loader.generator else [])]
 
 
 def drawing(loader: Any) -> Iterator[Any]:
