@@ -449,7 +449,7 @@ class OtherBlocks:
 
     def __init__(self, connect: Callable[[str], Store] | None) -> None:
         self._connect = connect
-        self._tried: dict[int, set[int]] = {}
+        self._tried: dict[int, tuple[set[int], str]] = {}
 
     def may_replace(self, dataset: Dataset, error: object) -> bool:
         """Whether rows of other blocks replace those of a block with this error."""
@@ -470,7 +470,7 @@ class OtherBlocks:
         with the other block or, if it cannot be read, `fail`. Return False if the error needs no
         other block, or all blocks that may be tried were tried.
         """
-        tried = self._tried.pop(effect.key, {effect.block})
+        tried, reason = self._tried.pop(effect.key, ({effect.block}, ""))
         if not self.may_replace(dataset, error):
             return False
         assert isinstance(error, DataplaneError)
@@ -485,8 +485,9 @@ class OtherBlocks:
                 break
         else:
             return False
-        self._tried[effect.key] = tried
-        reason = reason_of(error, raw.url)
+        # A later error may be of a block that was tried: the first is that of the block itself.
+        reason = reason or reason_of(error, raw.url)
+        self._tried[effect.key] = tried, reason
 
         connect, head, place = self._connect, other.preamble_place, other.place
 
