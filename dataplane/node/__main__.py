@@ -15,7 +15,6 @@ import getopt
 import os
 import signal
 import sys
-import types
 from typing import TYPE_CHECKING
 
 from dataplane.base import bytecode
@@ -32,9 +31,6 @@ if TYPE_CHECKING:
 
 _DORMANT_LINGERS, _DORMANT_S_MIN = 30, 1.0
 _LOOK_S, _SWITCH_S = 0.5, 0.0005
-_NUMPY_DOCS = "numpy._core._add_newdocs"
-"""The module that adds docstrings to numpy's C functions, which takes 10 ms. It does nothing else,
-and nobody reads them in a node."""
 _REFUSED = 2
 
 
@@ -65,7 +61,6 @@ def main() -> int:
     if fork_server_fd is not None:
         _be_fork_server(fork_server_fd, has_time=True)
         return 0
-    sys.modules.setdefault(_NUMPY_DOCS, types.ModuleType(_NUMPY_DOCS))
     is_remote, has_format = _import_for_both(opening)
     ahead = {"is_remote": is_remote, "has_format": has_format}
     fork_server.acquire(stderr_fd, lambda descriptor: _be_fork_server(descriptor, **ahead))
