@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
-from msgspec import structs
 
 from dataplane.commands import output
 from dataplane.commands.options import (
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
     from dataplane.plan.cluster import Cluster
     from dataplane.plan.explain import Explanation
     from dataplane.plan.manifest import Manifest
-    from dataplane.plan.order import Order, SampleOrder
+    from dataplane.plan.order import SampleOrder
 
 HOSTS_SHOWN = 8
 _RAMP_SHOWN = 4
@@ -137,13 +136,13 @@ def plan(
         return
     config = node_config(settings)
     manifest, of_packs = opened(urls, format_name, workers, config, view), dict[str, object]()
-    spec = JobSpec(manifest.fingerprint, view=view)
+    spec = question.asked_of(JobSpec(manifest.fingerprint, view=view))
     if packs is not None:
         from dataplane.commands.own_node import with_packs
 
         counted = with_packs(manifest, packs, format_name, settings, view, question.seed)
         manifest, of_packs = counted.packs, counted.facts()
-        spec = counted.spec()
+        spec = question.asked_of(counted.spec())
     _show(manifest, spec, question, config, of_packs, as_json=as_json)
 
 
@@ -165,9 +164,31 @@ def _show(
     *,
     as_json: bool,
 ) -> None:
-    order, cluster, job, found = explained(manifest, spec, question)
-    hosts = _hosts(manifest, order, cluster, question.global_batch)
-    warnings = (*_advice(manifest, job, cluster, config), *found.warnings)
+    from dataplane.plan.advice import advice
+    from dataplane.plan.cluster import Cluster
+    from dataplane.plan.defaults import BlockSizes, with_shuffle
+    from dataplane.plan.explain import explain
+    from dataplane.plan.orders import order_of
+    from dataplane.plan.shuffled import ShuffledJob, ShuffledSource
+
+    sizes = BlockSizes.of(manifest.block_rows, manifest.block_decoded)
+    spec, batch = with_shuffle(spec, sizes), question.global_batch
+    order = order_of(spec, manifest, question.epoch)
+    cluster = Cluster(question.dp_size, question.ranks_per_host)
+    # Whether open windows fit into memory is unknown for jobs with a map=, whose blocks have other
+    # sizes.
+    kept_bytes, arena_bytes = 0, math.inf
+    if spec.shuffle and not spec.view.map:
+        arena_bytes = config.block_arena_bytes
+        kept_bytes = _kept_bytes(manifest, spec, config)
+    stored = int(manifest.block_length.sum(dtype="int64"))
+    whole = ShuffledSource(sizes, order.window, batch, stored, kept_bytes)
+    found = explain(spec, whole, order, cluster)
+    hosts = _hosts(manifest, order, cluster, batch)
+    warnings = found.warnings
+    if spec.shuffle:
+        said = advice(ShuffledJob((whole,), order.lanes, cluster, batch, arena_bytes))
+        warnings = (*filter(None, [said]), *warnings)
     if as_json:
         facts = {**dataclasses.asdict(found), "warnings": warnings}
         output.write_json({**facts, "hosts": hosts, **of_packs})
@@ -184,75 +205,13 @@ def _show(
         output.warn(warning)
 
 
-def _advice(
-    manifest: Manifest, spec: JobSpec, cluster: Cluster, config: NodeConfig
-) -> tuple[str, ...]:
-    """Return a loader's advice about the shuffle. Whether open windows fit into memory is unknown
-    for jobs with a map=, whose blocks have other sizes.
-    """
+def _kept_bytes(manifest: Manifest, spec: JobSpec, config: NodeConfig) -> int:
+    """Return the memory that all blocks of the dataset would take in a node."""
     from dataplane.node.dataset import can_pack, dataset_of
-    from dataplane.plan.advice import advice
-    from dataplane.plan.defaults import BlockSizes
-    from dataplane.plan.shuffled import ShuffledJob, ShuffledSource
 
-    if not spec.shuffle:
-        return ()
-    kept_bytes, arena_bytes = 0, math.inf
-    if not spec.view.map:
-        arena_bytes = config.block_arena_bytes
-        packed = can_pack(manifest, spec, config.block_arena_bytes)
-        dataset = dataset_of(1, manifest, spec, packed=packed, arena_bytes=config.block_arena_bytes)
-        kept_bytes = dataset.kept_bytes
-    sizes = BlockSizes.of(manifest.block_rows, manifest.block_decoded)
-    stored = int(manifest.block_length.sum(dtype="int64"))
-    whole = ShuffledSource(sizes, spec.window, spec.global_batch, stored, kept_bytes)
-    job = ShuffledJob((whole,), spec.lanes, cluster, spec.global_batch, arena_bytes)
-    return tuple(filter(None, [advice(job)]))
-
-
-def explained(
-    manifest: Manifest, spec: JobSpec, question: Question
-) -> tuple[Order, Cluster, JobSpec, Explanation]:
-    """Return the order of the job, its ranks, the job in the form that a node gets, and its
-    explanation.
-
-    Raises:  ConfigError: invalid numbers for an order or a slice.
-    """
-    from dataplane.model.changes import EpochSteps
-    from dataplane.plan.cluster import Cluster
-    from dataplane.plan.defaults import BlockSizes, shuffle_of
-    from dataplane.plan.explain import explain
-    from dataplane.plan.order import Order
-
-    sizes = BlockSizes.of(manifest.block_rows, manifest.block_decoded)
-    shuffle = shuffle_of(sizes, question.lanes, question.window)
-    order = Order(
-        manifest.block_rows,
-        question.seed,
-        question.shuffle,
-        shuffle.lanes,
-        shuffle.window,
-        question.epoch,
-        shuffle.ramp,
-    )
-    cluster = Cluster(question.dp_size, question.ranks_per_host)
-    job = _spec(spec, order, question)
-    steps = EpochSteps.of(job, manifest.sample_count, dp_size=cluster.dp_size)
-    return order, cluster, job, explain(manifest, order, cluster, steps, ramp=shuffle.ramp)
-
-
-def _spec(spec: JobSpec, order: Order, question: Question) -> JobSpec:
-    """Return the job in the form that a node gets, with all columns, or those of packs."""
-    return structs.replace(
-        spec,
-        seed=order.seed,
-        shuffle=order.shuffle,
-        lanes=order.lanes,
-        window=order.window,
-        global_batch=question.global_batch,
-        end=question.end,
-        ramp=order.ramp,
-    )
+    arena = config.block_arena_bytes
+    packed = can_pack(manifest, spec, arena)
+    return dataset_of(1, manifest, spec, packed=packed, arena_bytes=arena).kept_bytes
 
 
 def _lines(manifest: Manifest, found: Explanation) -> list[tuple[str, str, str]]:

@@ -47,6 +47,18 @@ class Question:
     window: int | None
     end: End
 
+    def asked_of(self, spec: JobSpec) -> JobSpec:
+        """Return a spec with the order that is asked about, in the form that a loader sends."""
+        return replace(
+            spec,
+            seed=self.seed,
+            shuffle=self.shuffle,
+            lanes=self.lanes or 0,
+            window=self.window or 0,
+            global_batch=self.global_batch,
+            end=self.end,
+        )
+
 
 def mixture_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add `--source` for each dataset of a mixture, and the arguments of Mixture. The command is
@@ -330,13 +342,5 @@ def _job(question: Question) -> OpenJob:
             world_size=question.dp_size,
             local_world_size=min(question.ranks_per_host, question.dp_size),
         ),
-        JobSpec(
-            "",
-            question.seed,
-            question.shuffle,
-            question.lanes or 0,
-            question.window or 0,
-            question.global_batch,
-            question.end,
-        ),
+        question.asked_of(JobSpec("")),
     )

@@ -308,7 +308,7 @@ def traced(settings: Settings, options: Mapping[str, Any]) -> Traced:
 
 
 def _of_urls(settings: Settings, options: Mapping[str, Any]) -> Traced:
-    from dataplane.plan.defaults import BlockSizes, Shuffle, shuffle_of
+    from dataplane.plan.defaults import BlockSizes, with_shuffle
 
     if options["global_batch"] is None:
         raise ConfigError(
@@ -322,21 +322,17 @@ def _of_urls(settings: Settings, options: Mapping[str, Any]) -> Traced:
         )
     view = options["view"]
     manifest = _opened(settings, options, options["target"], options["format_name"], view)
-    shuffle, is_shuffled = Shuffle(1, 1, 0), options["shuffle"] is not False
-    if is_shuffled:
-        sizes = BlockSizes.of(manifest.block_rows, manifest.block_decoded)
-        shuffle = shuffle_of(sizes, options["lanes"], options["window"])
     spec = JobSpec(
         manifest.fingerprint,
         seed=options["seed"] or 0,
-        shuffle=is_shuffled,
-        lanes=shuffle.lanes,
-        window=shuffle.window,
+        shuffle=options["shuffle"] is not False,
+        lanes=options["lanes"] or 0,
+        window=options["window"] or 0,
         global_batch=options["global_batch"],
         end=End(options["end"] or End.RAGGED.value),
-        ramp=shuffle.ramp,
         view=view,
     )
+    spec = with_shuffle(spec, BlockSizes.of(manifest.block_rows, manifest.block_decoded))
     source = TracedSource("", manifest, view)
     return Traced((source,), spec, options["dp_size"] or 1, None)
 

@@ -42,7 +42,7 @@ from dataplane.node.engine import Engine
 from dataplane.node.own_reads import Categories, CollatedReader, FirstSource, MappedReader, OwnReads
 from dataplane.node.shared_manifests import SharedManifests, Wanted
 from dataplane.plan.counting import SHARES_SUM
-from dataplane.plan.defaults import BlockSizes, Shuffle, shuffle_of
+from dataplane.plan.defaults import BlockSizes, with_shuffle
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.orders import sample_count_of
 from dataplane.plan.packed_blocks import with_counts
@@ -550,15 +550,10 @@ def check_blocks(dataset: Dataset, budget: int) -> None:
 
 def spec_of(opened: Opened, request: messages.OpenJob) -> JobSpec:
     """Return the requested spec, with every default filled in."""
-    given, shuffle = request.spec, Shuffle(1, 1, 0)
-    if given.shuffle:
-        shuffle = shuffle_of(opened.sizes, given.lanes, given.window)
+    given = request.spec
     return replace(
-        given,
+        with_shuffle(given, opened.sizes),
         fingerprint=opened.manifest.fingerprint,
-        lanes=shuffle.lanes,
-        window=shuffle.window,
-        ramp=shuffle.ramp,
         transforms=tuple(sorted(given.transforms, key=lambda image: image.column)),
         column_options=in_order(given.column_options),
         view=canonical_view(given.view),

@@ -12,8 +12,10 @@ from collections.abc import Sequence
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from dataplane.model.config import JobSpec
 from dataplane.plan.order import RAMP_MAX, counted
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -113,6 +115,16 @@ def shuffle_of(sizes: BlockSizes, lanes: int | None = None, window: int | None =
     lanes = lanes or _lanes(sizes)
     window = window or _window(sizes, lanes)
     return Shuffle(lanes, window, _ramp(sizes, lanes, window))
+
+
+def with_shuffle(spec: JobSpec, sizes: BlockSizes) -> JobSpec:
+    """Return a job's spec with the shuffle of a dataset of these sizes: the lanes and window that
+    the spec has, and defaults for the rest.
+    """
+    shuffle = Shuffle(1, 1, 0)
+    if spec.shuffle:
+        shuffle = shuffle_of(sizes, spec.lanes, spec.window)
+    return replace(spec, lanes=shuffle.lanes, window=shuffle.window, ramp=shuffle.ramp)
 
 
 def open_bytes_max(sizes: BlockSizes) -> int:

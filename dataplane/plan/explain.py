@@ -66,28 +66,17 @@ class Explanation:
     warnings: tuple[str, ...]
 
 
-def explain(
-    manifest: Manifest,
-    order: Order,
-    cluster: Cluster,
-    steps: EpochSteps,
-    *,
-    ramp: int = 0,
-) -> Explanation:
-    """Compute the explanation of an order for these ranks and steps. `ramp` is the job's ramp, even
-    if the order is of a later epoch, which has no ramp.
+def explain(spec: JobSpec, whole: ShuffledSource, order: Order, cluster: Cluster) -> Explanation:
+    """Explain an epoch of a job over the dataset `whole`, which has this order.
 
     Raises:  ConfigError: invalid combination of batch and ranks.
     """
-    samples, global_batch, end = manifest.sample_count, steps.global_batch, steps.end
-    step_count = Slice(steps).step_count
+    samples, global_batch, end = order.sample_count, spec.global_batch, spec.end
+    step_count = Slice(EpochSteps.of(spec, samples, dp_size=cluster.dp_size)).step_count
     lanes_per_host = cluster.lanes_per_host(order.lanes)
-    sizes = BlockSizes.of(manifest.block_rows, manifest.block_decoded)
-    stored = int(manifest.block_length.sum(dtype=np.int64))
-    whole = (ShuffledSource(sizes, order.window, global_batch, stored),)
-    ramp = ramp if order.shuffle else 0
+    ramp = spec.ramp if order.shuffle else 0
     windows = _ramp_windows(order, ramp)
-    hosts = hosts_per_block(whole, order.lanes, cluster)
+    hosts = hosts_per_block([whole], order.lanes, cluster)
     covered = step_count * global_batch
     dropped = samples - covered if end is End.DROP else 0
     return Explanation(
@@ -98,14 +87,14 @@ def explain(
         window=order.window,
         lanes_per_rank=cluster.lanes_per_rank(order.lanes),
         host_count=cluster.host_count,
-        open_window_bytes_per_host=open_bytes(whole, lanes_per_host),
+        open_window_bytes_per_host=open_bytes([whole], lanes_per_host),
         hosts_per_block=hosts,
-        bytes_read_per_host=round(stored * hosts / cluster.host_count),
-        quality=_quality(sizes, order, 0, global_batch),
-        quality_of_epoch_0=_quality(sizes, order, ramp, global_batch),
+        bytes_read_per_host=round(whole.stored_bytes * hosts / cluster.host_count),
+        quality=_quality(whole.sizes, order, 0, global_batch),
+        quality_of_epoch_0=_quality(whole.sizes, order, ramp, global_batch),
         ramp_windows=windows,
         ramp_end=min(order.lanes * sum(windows), samples),
-        by_host_count=figures_by_host_count(whole, order.lanes, cluster),
+        by_host_count=figures_by_host_count([whole], order.lanes, cluster),
         warnings=tuple(_warnings(order, lanes_per_host, dropped)),
     )
 

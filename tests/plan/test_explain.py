@@ -12,17 +12,17 @@ import pytest
 from hypothesis import given
 from msgspec.structs import replace
 
-from dataplane.model.changes import EpochSteps
-from dataplane.model.config import ORDER_VERSION
+from dataplane.model.config import ORDER_VERSION, JobSpec
 from dataplane.model.errors import ConfigError
 from dataplane.model.records import End, Region
 from dataplane.plan.cluster import RUN_BYTES, Cluster, Owners, Weighed
 from dataplane.plan.defaults import BlockSizes, shuffle_of
-from dataplane.plan.explain import explain as explained_steps
+from dataplane.plan.explain import explain as explained_order
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import Order
 from dataplane.plan.quality import quality
 from dataplane.plan.shards import Shard
+from dataplane.plan.shuffled import ShuffledSource
 from plan import golden
 
 
@@ -40,8 +40,10 @@ def manifest_of(rows, shard_count=1, length=1000):
 
 
 def explain(manifest, order, cluster, batch, end=End.RAGGED, ramp=0):
-    steps = EpochSteps(manifest.sample_count, 0, batch, end, cluster.dp_size)
-    return explained_steps(manifest, order, cluster, steps, ramp=ramp)
+    spec = JobSpec("", global_batch=batch, end=end, ramp=ramp)
+    sizes = BlockSizes.of(manifest.block_rows, manifest.block_decoded)
+    whole = ShuffledSource(sizes, order.window, batch, int(manifest.block_length.sum()))
+    return explained_order(spec, whole, order, cluster)
 
 
 def explained(manifest, lanes, window, cluster, batch=32, end=End.RAGGED, shuffle=True):
