@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Struct, field, structs
@@ -89,18 +89,21 @@ class RowsDigest(Struct, frozen=True):
 
         Raises:  ConfigError: `saved` is not a digest.
         """
-        if isinstance(saved, Mapping):
-            texts = [saved.get(name) for name in ("order", "base", "value")]
-            begin = whole(saved.get("begin"))
-            match texts:
-                case [str(order), str(base), str(value)] if begin is not None:
-                    digest = cls(order, epoch, begin, cursor, base)
-                    # Begin a new range if the value does not match, because somebody has changed
-                    # the state's position by hand.
-                    return (
-                        digest if digest.value == value else cls("", epoch, cursor, cursor, value)
-                    )
-        raise ConfigError(f"this state is damaged: its digest is {saved!r:.160}", key="digest")
+        stored = _converted("digest", saved, _SavedDigest)
+        digest = cls(stored.order, epoch, stored.begin, cursor, stored.base)
+        # Begin a new range if the value does not match, because somebody has changed the state's
+        # position by hand.
+        is_same = digest.value == stored.value
+        return digest if is_same else cls("", epoch, cursor, cursor, stored.value)
+
+
+class _SavedDigest(Struct, frozen=True):
+    """A digest, as `RowsDigest.to_dict` returns it."""
+
+    value: str
+    order: str
+    begin: int
+    base: str
 
 
 # -- mix state ---------------------------------------------------------------------------------
@@ -122,32 +125,26 @@ def mix_from_dict(saved: object) -> tuple[MixHistory | None, str]:
     """
     if saved is None:
         return None, ""
-    try:
-        if not isinstance(saved, Mapping):
-            raise TypeError
-        changes = tuple(
-            ShareChange(_mix_number(epoch), _mix_number(position), tuple(map(_mix_number, shares)))
-            for epoch, position, shares in saved["changes"]
-        )
-        mix, asked = MixHistory(changes, _mix_number(saved.get("length", 0))), saved["asked"]
-        if changes and isinstance(asked, str) and saved["digest"] == mix.digest:
-            return mix, asked
-    except (KeyError, TypeError, ValueError):
-        pass
-    raise ConfigError(
-        f"this state is damaged: its mixture is {saved!r:.160}. Resume from another checkpoint",
-        key="mixture",
-    )
+    stored = _converted("mixture", saved, _SavedMix)
+    mix = MixHistory(tuple(ShareChange(*change) for change in stored.changes), stored.length)
+    with _naming_damage("mixture"):
+        if not stored.changes or stored.digest != mix.digest:
+            raise ValueError("the digest is not that of its weights")
+    return mix, stored.asked
 
 
-def _mix_number(given: object) -> int:
-    number = whole(given)
-    if number is None or not 0 <= number < PLACE_MAX:
-        raise ValueError(given)
-    return number
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=PLACE_MAX)]
 
 
-_T = TypeVar("_T")
+class _SavedMix(Struct, frozen=True):
+    """Weights, as `mix_to_dict` returns them."""
+
+    digest: str
+    asked: str
+    changes: tuple[tuple[_Count, _Count, tuple[_Count, ...]], ...]
+    length: _Count = 0
+
+
 STATE_VERSION = 2
 STAGES_MAX = 1000
 """The most former stages that a state may have."""
@@ -290,25 +287,31 @@ class RunState(Struct, frozen=True):
             raise ConfigError(
                 f"this state is damaged: cursor {cursor} of {count} samples", key="cursor"
             )
-        pixels = saved.get("pixels", "")
-        if not isinstance(pixels, str):
-            raise ConfigError(f"this state is damaged: its pixels are {pixels!r:.80}", key="pixels")
-        in_last_step = saved.get("in_last_step", False)
-        if not isinstance(in_last_step, bool) or in_last_step > epoch:
+        in_last_step = _converted("in_last_step", saved.get("in_last_step", False), bool)
+        if in_last_step > epoch:
             raise ConfigError(
-                f"this state is damaged: in_last_step is {in_last_step!r:.80}", key="in_last_step"
+                f"this state is damaged: in_last_step is {in_last_step}, and epoch {epoch}",
+                key="in_last_step",
             )
         order = _number(saved, "order")
         if order != ORDER_VERSION:
             raise _other_version("the order of this state's samples", ORDER_VERSION, order)
         rows = saved.get("digest")
         mix, asked = mix_from_dict(saved.get("mixture"))
+        mark = _converted("ledger", saved.get("ledger"), _SavedMark | None)
         return cls(
-            digest, epoch, cursor, count, _options(saved), _dataset(saved), pixels, in_last_step,
+            digest, epoch, cursor, count,
+            _converted("options", saved.get("options"), dict[str, Fact]),
+            _converted("dataset", saved.get("dataset"), DatasetIdentity),
+            _converted("pixels", saved.get("pixels", ""), str),
+            in_last_step,
             None if rows is None else RowsDigest.from_dict(rows, epoch, cursor), mix, asked,
-            _mark(saved), _values(saved), _stages(saved, epoch),
+            None if mark is None else LedgerMark(mark.entry, mark.head),
+            _converted("values", saved.get("values", {}), dict[str, str]),
+            _stages(saved, epoch),
             _number(saved, "global_batch") if "global_batch" in saved else 0, _gone(saved),
-            _converted(saved, "ahead", Ahead), _converted(saved, "schedule", Schedule),
+            _converted("ahead", saved.get("ahead"), Ahead | None),
+            _converted("schedule", saved.get("schedule"), Schedule | None),
         )  # fmt: skip
 
     def check(self, job: JobOpened, *, dataset_moved: bool = False) -> bool:
@@ -477,83 +480,46 @@ def _entries(entries: list[Any], equal: int) -> str:
     )
 
 
-def _options(saved: Mapping[object, object]) -> dict[str, Fact]:
-    stored = saved.get("options")
-    damaged = ConfigError(f"this state is damaged: its options are {stored!r:.80}", key="options")
-    if not isinstance(stored, Mapping):
-        raise damaged
-    options: dict[str, Fact] = {}
-    for name, value in stored.items():
-        number = whole(value)
-        fact = value if number is None else number
-        if not isinstance(name, str) or not isinstance(fact, bool | int | str):
-            raise damaged
-        options[name] = fact
-    return options
+class _SavedMark(Struct, frozen=True):
+    """A LedgerMark, as a state has it."""
 
-
-def _values(saved: Mapping[object, object]) -> dict[str, str]:
-    stored = saved.get("values", {})
-    if isinstance(stored, Mapping):
-        texts = {name: text for name, text in stored.items() if isinstance(name, str)}
-        if len(texts) == len(stored) and all(isinstance(text, str) for text in texts.values()):
-            return texts
-    raise ConfigError(f"this state is damaged: its values are {stored!r:.80}", key="values")
-
-
-def _dataset(saved: Mapping[object, object]) -> DatasetIdentity:
-    stored = saved.get("dataset")
-    hashes = (
-        [stored.get(key) for key in ("content", "layout")] if isinstance(stored, Mapping) else []
-    )
-    match hashes:
-        case [str(content), str(layout)]:
-            return DatasetIdentity(content, layout)
-    raise ConfigError(f"this state is damaged: its dataset is {stored!r:.80}", key="dataset")
-
-
-def _mark(saved: Mapping[object, object]) -> LedgerMark | None:
-    stored = saved.get("ledger")
-    if stored is None:
-        return None
-    if isinstance(stored, Mapping):
-        seq, head = whole(stored.get("entry")), stored.get("head")
-        if seq is not None and 0 <= seq < PLACE_MAX and isinstance(head, str):
-            return LedgerMark(seq, head)
-    raise ConfigError(f"this state is damaged: its ledger is {stored!r:.80}", key="ledger")
+    entry: _Count
+    head: str
 
 
 def _gone(saved: Mapping[str, Any]) -> tuple[TakenOut, ...]:
-    stored, names = saved.get("taken_out", []), TakenOut.__struct_fields__
-    with _naming_damage("taken_out", stored):
-        rows = msgspec.convert(_plain(stored), complete(tuple[list[str | int | None], ...]))
-        named = [dict(zip(names, row, strict=False)) for row in rows]
-        return msgspec.convert(named, complete(tuple[TakenOut, ...]))
+    names = TakenOut.__struct_fields__
+    rows = _converted("taken_out", saved.get("taken_out", []), tuple[list[str | int | None], ...])
+    named = [dict(zip(names, row, strict=False)) for row in rows]
+    taken: tuple[TakenOut, ...] = _converted("taken_out", named, tuple[TakenOut, ...])
+    return taken
 
 
-def _converted(saved: Mapping[str, Any], key: str, cls: type[_T]) -> _T | None:
-    stored = saved.get(key)
-    with _naming_damage(key, stored):
-        return None if stored is None else msgspec.convert(_plain(stored), complete(cls))
+def _converted(key: str, stored: object, kind: Any) -> Any:
+    """Return the value of a key of a state as this type."""
+    with _naming_damage(key):
+        return msgspec.convert(_plain(stored), complete(kind))
 
 
 @contextlib.contextmanager
-def _naming_damage(key: str, stored: object) -> Iterator[None]:
+def _naming_damage(key: str) -> Iterator[None]:
     """Raise the errors of a value in a state as ConfigErrors that name its key."""
     try:
         yield
     except (ValueError, RecursionError) as error:
         raise ConfigError(
-            f"this state is damaged: its {key} is {stored!r:.160}", key=key
+            f"this state is damaged: its {key} is invalid ({error}). Resume from another "
+            "checkpoint",
+            key=key,
         ) from error
 
 
 def _stages(saved: Mapping[object, object], epoch: int) -> tuple[Stage, ...]:
     stored = saved.get("stages", [])
-    try:
+    with _naming_damage("stages"):
         if isinstance(stored, Sequence) and len(stored) > STAGES_MAX:
             raise ValueError(f"{len(stored)} stages are more than {STAGES_MAX}")
-        stages = msgspec.convert(_plain(stored), complete(tuple[Stage, ...]))
+        stages: tuple[Stage, ...] = _converted("stages", stored, tuple[Stage, ...])
         places = [(stage.epoch, stage.cursor) for stage in stages]
         if places != sorted(places):
             raise ValueError("they are not in order")
@@ -561,8 +527,6 @@ def _stages(saved: Mapping[object, object], epoch: int) -> tuple[Stage, ...]:
             _check_stage(stage)
         if stages and epoch < stages[-1].next_epoch:
             raise ValueError(f"epoch {epoch} lies before the end of the last one")
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"this state is damaged: its stages: {error}", key="stages") from error
     return stages
 
 
@@ -582,8 +546,8 @@ def _plain(value: Any) -> Any:
         return {name: _plain(part) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(part) for part in value]
-    if isinstance(value, (str, float)):
-        return value
+    if isinstance(value, str):
+        return str(value)
     number = whole(value)
     return value if number is None else number
 
