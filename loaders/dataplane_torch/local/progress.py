@@ -9,13 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, Protocol, TypeGuard, TypeVar
+from typing import Annotated, Any, Final, Protocol, TypeGuard, TypeVar
 
+import msgspec
 from msgspec import Struct, field, structs
 
 from dataplane.base.units import whole
 from dataplane.model.errors import ConfigError, VersionMismatch
 from dataplane.model.ledger import PLACE_MAX
+from dataplane.model.typed import complete
 from dataplane_torch.torch_private.iteration import DatasetFetcher
 
 _Any = TypeVar("_Any")
@@ -66,19 +68,22 @@ def skip_samples(fetcher: DatasetFetcher, count: int) -> None:
 
 
 VERSION: Final = 1
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=PLACE_MAX)]
+_Epoch = Annotated[int, msgspec.Meta(gt=-PLACE_MAX, lt=PLACE_MAX)]
+_Seed = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
-class WorkerState(Struct, frozen=True):
+class WorkerState(Struct, frozen=True, forbid_unknown_fields=True):
     """The state of one worker's dataset after `fetched` batches of this pass, and the number of
     batches to skip from there. `dataset` and `iterator` are the states that these objects return
     themselves; None for an object without a state.
     """
 
-    dataset: dict[str, Any] | None = None
-    iterator: dict[str, Any] | None = None
+    dataset: Any = None
+    iterator: Any = None
     is_ended: bool = False
-    fetched: int = 0
-    skip: int = 0
+    fetched: _Count = 0
+    skip: _Count = 0
 
     @property
     def has_state(self) -> bool:
@@ -86,7 +91,7 @@ class WorkerState(Struct, frozen=True):
         return self.dataset is not None or self.iterator is not None
 
 
-class SamplerState(Struct, frozen=True):
+class SamplerState(Struct, frozen=True, forbid_unknown_fields=True):
     """A sampler's state after `drawn` batches.
 
     `states` are the states of its parts, `skip` draws earlier; None if no part has a state.
@@ -97,11 +102,11 @@ class SamplerState(Struct, frozen=True):
     yet.
     """
 
-    drawn: int = 0
-    skip: int = 0
-    states: dict[str, dict[str, Any]] | None = None
+    drawn: _Count = 0
+    skip: _Count = 0
+    states: dict[str, Any] | None = None
     generators: dict[str, str] = field(default_factory=dict)
-    epochs: dict[str, int] = field(default_factory=dict)
+    epochs: dict[str, _Epoch] = field(default_factory=dict)
     missing: tuple[Any, ...] = ()
     made_with: dict[str, str] = field(default_factory=dict)
 
@@ -115,18 +120,18 @@ class PassState(Struct, frozen=True):
     """
 
     is_iterable: bool
-    worker_count: int
-    batch_size: int | None
-    length: int | None
-    step: int
+    worker_count: _Count
+    batch_size: _Count | None
+    length: _Count | None
+    step: _Count
     is_finished: bool
-    next_worker: int
-    base_seed: int
-    len_called: int | None
+    next_worker: _Count
+    base_seed: _Seed
+    len_called: _Count | None
     sampler: SamplerState
     workers: tuple[WorkerState, ...]
     samplers: str | None = None
-    shares: dict[str, int] = field(default_factory=dict)
+    shares: dict[str, _Count] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Convert the state to plain values. All of it can be saved as JSON, except perhaps the
@@ -155,7 +160,8 @@ class PassState(Struct, frozen=True):
         if not isinstance(given, Mapping):
             raise ConfigError(f"{given!r:.80} is not the state of a DataLoader", field="state_dict")
         version = _plain(given.get("version"))
-        if given.get("source") not in ("map", "iterable") or not _is_count(version):
+        is_ours = isinstance(version, int) and version >= 0
+        if given.get("source") not in ("map", "iterable") or not is_ours:
             raise ConfigError(
                 "this is not the state of a DataLoader over a torch Dataset"
                 + (
@@ -173,25 +179,15 @@ class PassState(Struct, frozen=True):
                 found=version,
             )
         try:
-            if not isinstance(given["sampler"]["missing"], list | tuple):
-                raise TypeError(f"missing is {given['sampler']['missing']!r:.80}")
-            read = cls(
-                is_iterable=given["source"] == "iterable",
-                **{name: _plain(given[name]) for name in _PLAIN},
-                sampler=SamplerState(
-                    **{name: _plain(value) for name, value in given["sampler"].items()}
-                    | {"missing": tuple(given["sampler"]["missing"])}
-                ),
-                workers=tuple(
-                    WorkerState(**{name: _plain(value) for name, value in worker.items()})
-                    for worker in given["workers"]
-                ),
-                samplers=given["samplers"],
-                shares={name: _plain(value) for name, value in given.get("shares", {}).items()},
-            )
-        except (AttributeError, KeyError, TypeError) as error:
+            own = {
+                name: _plain(given[name]) for name in (*_PLAIN, "samplers", "sampler", "workers")
+            }
+            own |= {"is_iterable": given["source"] == "iterable"}
+            own |= {"shares": _plain(given.get("shares", {}))}
+            read = msgspec.convert(own, complete(cls))
+        except (KeyError, ValueError, RecursionError) as error:
             raise ConfigError(f"this state is damaged: {error}", field="state_dict") from error
-        for name, value, is_right in read._claims():
+        for name, value, is_right in _claims(read):
             if not is_right:
                 raise ConfigError(
                     f"this state is damaged: {name} is {value!r:.80}", field="state_dict"
@@ -203,43 +199,6 @@ class PassState(Struct, frozen=True):
                 field="state_dict",
             )
         return read
-
-    def _claims(self) -> Iterator[tuple[str, object, bool]]:
-        """Yield (name, value, whether the value is valid) of every field."""
-        sampler = self.sampler
-        counts = {name: getattr(self, name) for name in ("worker_count", "step", "next_worker")}
-        counts |= {"drawn": sampler.drawn, "skip": sampler.skip}
-        for name, value in counts.items():
-            yield name, value, _is_count(value)
-        for name in ("batch_size", "length", "len_called"):
-            value = getattr(self, name)
-            yield name, value, value is None or _is_count(value)
-        yield "samplers", self.samplers, isinstance(self.samplers, str | None)
-        yield "shares", self.shares, all(map(_is_count, self.shares.values()))
-        yield "is_finished", self.is_finished, isinstance(self.is_finished, bool)
-        yield "base_seed", self.base_seed, _is_count(self.base_seed, 1 << 63)
-        yield "next_worker", self.next_worker, self.next_worker < max(1, self.worker_count)
-        yield "skip", sampler.skip, sampler.skip <= sampler.drawn
-        for index in sampler.missing if self.batch_size is not None else ():
-            yield "missing", index, isinstance(index, list | tuple)
-        reached = self.step + len(sampler.missing)
-        is_drawn = self.is_iterable or self.is_finished or reached <= sampler.drawn
-        yield "drawn", sampler.drawn, is_drawn
-        yield "states", sampler.states, isinstance(sampler.states, dict | None)
-        for name, texts in (("generators", sampler.generators), ("made_with", sampler.made_with)):
-            are_texts = isinstance(texts, dict) and all(map(_is_text, (*texts, *texts.values())))
-            yield name, texts, are_texts
-        epochs = sampler.epochs
-        are_epochs = isinstance(epochs, dict) and all(map(_is_text, epochs))
-        are_epochs = are_epochs and all(map(_is_epoch, epochs.values()))
-        yield "epochs", epochs, are_epochs
-        for worker in self.workers:
-            is_right = (
-                _is_count(worker.fetched) and _is_count(worker.skip) and worker.skip <= self.step
-            )
-            yield "a worker", worker, is_right and isinstance(worker.is_ended, bool)
-        count = len(self.workers)
-        yield "the number of workers", count, count == max(1, int(self.worker_count))
 
     def check(self, now: PassState) -> None:
         """Check that a pass that begins as `now` can continue from this state.
@@ -307,23 +266,48 @@ class PassState(Struct, frozen=True):
             )
 
 
+def _claims(state: PassState) -> Iterator[tuple[str, object, bool]]:
+    """Yield (name, value, whether the value is valid) of fields that depend on others."""
+    sampler = state.sampler
+    yield "next_worker", state.next_worker, state.next_worker < max(1, state.worker_count)
+    yield "skip", sampler.skip, sampler.skip <= sampler.drawn
+    for index in sampler.missing if state.batch_size is not None else ():
+        yield "missing", index, isinstance(index, list | tuple)
+    reached = state.step + len(sampler.missing)
+    is_drawn = state.is_iterable or state.is_finished or reached <= sampler.drawn
+    yield "drawn", sampler.drawn, is_drawn
+    for worker in state.workers:
+        yield "a worker", worker, worker.skip <= state.step
+    count = len(state.workers)
+    yield "the number of workers", count, count == max(1, state.worker_count)
+
+
 _PLAIN: Final = (
     *("worker_count", "batch_size", "length", "step", "is_finished"),
     *("next_worker", "base_seed", "len_called"),
 )
 
+_OTHERS: Final = ("samplers", "sampler", "workers")
+_USERS: Final = {"states", "missing", "dataset", "iterator"}
+"""The fields with states of users' objects, which may change when they are saved."""
+
 
 def _plain(value: Any) -> Any:
-    """Return an int for any whole number, numpy's included; other values unchanged."""
+    """Return nested values with ints for all whole numbers, numpy's included, but those of users
+    unchanged.
+    """
+    if isinstance(value, Mapping):
+        return {name: of if name in _USERS else _plain(of) for name, of in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
     number = whole(value)
     return value if number is None else number
 
 
 def _checksum(saved: Mapping[str, Any]) -> str:
-    """Return 16 hex digits over our own fields of a state. Users' states may change when saved."""
-    users = {"states", "missing", "dataset", "iterator"}
+    """Return 16 hex digits over our own fields of a state."""
     ours: list[Any] = [
-        {name: value for name, value in part.items() if name not in users}
+        {name: value for name, value in part.items() if name not in _USERS}
         for part in (saved["sampler"], *saved["workers"])
     ]
     ours += [len(saved["sampler"]["missing"]), [saved[name] for name in (*_PLAIN, "samplers")]]
@@ -331,16 +315,3 @@ def _checksum(saved: Mapping[str, Any]) -> str:
     return hashlib.blake2b(
         json.dumps(ours, sort_keys=True, default=int).encode(), digest_size=8
     ).hexdigest()
-
-
-def _is_count(given: object, most: int = PLACE_MAX) -> TypeGuard[int]:
-    return isinstance(given, int) and not isinstance(given, bool) and 0 <= given < most
-
-
-def _is_epoch(given: object) -> bool:
-    number = whole(given)
-    return number is not None and -PLACE_MAX < number < PLACE_MAX
-
-
-def _is_text(given: object) -> bool:
-    return isinstance(given, str)
