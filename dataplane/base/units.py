@@ -6,15 +6,19 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from msgspec import Struct
+
+from dataplane.model.errors import ConfigError
 
 if TYPE_CHECKING:
     from dataplane.base.machine import Machine
 
 Value = str | int | float | bool
+_Choice = TypeVar("_Choice", bound=StrEnum)
 
 PREFIX = "DATAPLANE_"
 SECONDS_MAX = 2e6
@@ -187,6 +191,32 @@ def whole(given: object) -> int | None:
         return operator.index(given)  # type: ignore[arg-type]
     except TypeError:
         return None
+
+
+def whole_from(name: str, given: object, least: int, most: int, said: str = "") -> int:
+    """Return an argument that must be a whole number from `least` to `most`. Errors show it as
+    `said`, or as "name=value".
+
+    Raises:  ConfigError: the argument is something else.
+    """
+    number = whole(given)
+    if number is None or not least <= number <= most:
+        said = said or f"{name}={given!r:.80}"
+        raise ConfigError(f"{said}: pass a whole number from {least} to {most}", field=name)
+    return number
+
+
+def one_of(name: str, given: object, choices: type[_Choice], said: str = "") -> _Choice:
+    """Return the choice that an argument names. Errors show the argument as `said`, or as
+    "name=value".
+
+    Raises:  ConfigError: the argument names none of the choices.
+    """
+    for choice in choices:
+        if isinstance(given, str) and given == choice.value:
+            return choice
+    names = ", ".join(choice.value for choice in choices)
+    raise ConfigError(f"{said or f'{name}={given!r:.80}'}: choose one of {names}", field=name)
 
 
 def _folder(given: object) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple, TypeVar
 
-from dataplane.base.units import meant, whole
+from dataplane.base.units import meant, one_of, whole, whole_from
 from dataplane.model.config import check_source_count
 from dataplane.model.errors import ConfigError
 from dataplane.model.records import Exhausted, MixUnit, View
@@ -164,8 +164,8 @@ class Mixture:
             )
         check_source_count(len(sources))
         self.sources = {name: _source(name, given) for name, given in sources.items()}
-        self.unit = _choice("unit", unit, MixUnit)
-        self.exhausted = _choice("exhausted", exhausted, Exhausted)
+        self.unit = one_of("unit", unit, MixUnit)
+        self.exhausted = one_of("exhausted", exhausted, Exhausted)
         self.length = _count("length", _counted(length, self.unit), _LENGTH_MAX)
         self.temperature, self.source_column = temperature, _column(source_column)
         self._check_weights()
@@ -331,20 +331,10 @@ def _column(given: object) -> str:
     return given or ""
 
 
-def _choice(field: str, given: object, known: Any) -> Any:
-    values = {choice.value: choice for choice in known}
-    if not isinstance(given, str) or given not in values:
-        names = ", ".join(map(repr, values))
-        raise ConfigError(f"{field}={given!r:.80}: choose one of {names}", field=field)
-    return values[given]
-
-
 def _count(field: str, given: object, most: int, whose: str = "") -> int:
-    count = 0 if given is None else whole(given)
-    if count is None or not (given is None or 1 <= count <= most):
-        said = f"{whose}{field}={given!r:.80}: pass a whole number from 1 to {most}"
-        raise ConfigError(said, field=field)
-    return count
+    return 0 if given is None else whole_from(
+        field, given, 1, most, f"{whose}{field}={given!r:.80}"
+    )  # fmt: skip
 
 
 def _counted(length: object, unit: MixUnit) -> object:

@@ -7,7 +7,6 @@ Pure, and without arrays: a trainer imports it.
 from __future__ import annotations
 
 import contextlib
-import enum
 import numbers
 from collections.abc import Callable, Collection, Mapping, Sequence
 from fractions import Fraction
@@ -16,7 +15,7 @@ from typing import Any, Final, TypedDict, TypeVar, Unpack
 import numpy as np
 from msgspec import structs
 
-from dataplane.base.units import meant, whole
+from dataplane.base.units import meant, one_of, whole, whole_from
 from dataplane.model.errors import ConfigError
 from dataplane.model.records import (
     ColumnOptions,
@@ -33,7 +32,6 @@ Numbers = Mapping[str, float] | float
 Lengths = Mapping[str, int] | int
 LENGTH_MAX = (1 << 31) - 1
 Number = TypeVar("Number", int, float)
-Choice = TypeVar("Choice", bound=enum.StrEnum)
 _WHOLE = 1 << 32
 _LIMIT_MAX = (1 << 62) - 1
 _FIRST: Final = ("train", "training")
@@ -125,8 +123,8 @@ def column_options(**given: Unpack[ColumnArguments]) -> ColumnOptions:
     fills, everywhere = _by_column("fill_null", options["fill_null"], _number)
     pads, pad_all = _by_column("pad_value", pad_value, _number)
     lengths, length_all = _by_column("max_length", max_length, _length)
-    policy = _one_of("lists", options["lists"], ListPolicy)
-    side = _one_of("truncation_side", options["truncation_side"], TruncationSide)
+    policy = one_of("lists", options["lists"], ListPolicy)
+    side = one_of("truncation_side", options["truncation_side"], TruncationSide)
     if pad_value is not None and policy is ListPolicy.RAGGED:
         raise ConfigError(
             f'pad_value={pad_value!r:.80} with lists="ragged": ragged lists are not padded; leave '
@@ -145,7 +143,7 @@ def column_options(**given: Unpack[ColumnArguments]) -> ColumnOptions:
         fill_null=fills,
         stack=stack_specs(options["stack"] or {}),
         fill_null_all=everywhere,
-        nulls=_one_of("nulls", options["nulls"], NullPolicy),
+        nulls=one_of("nulls", options["nulls"], NullPolicy),
         pad_value=pads,
         pad_value_all=pad_all,
         max_length=lengths,
@@ -252,14 +250,6 @@ def _dtypes(given: Mapping[str, object] | None) -> tuple[tuple[str, str], ...]:
     return tuple(pairs)
 
 
-def _one_of(argument: str, given: object, choices: type[Choice]) -> Choice:
-    for choice in choices:
-        if given == choice.value:
-            return choice
-    names = ", ".join(choice.value for choice in choices)
-    raise ConfigError(f"{argument}={given!r:.80}: choose one of {names}", field=argument)
-
-
 def _by_column(
     argument: str, given: object, value_of: Callable[[str, str, object], Number]
 ) -> tuple[tuple[tuple[str, Number], ...], Number | None]:
@@ -312,14 +302,15 @@ def view_of(**given: Unpack[RowArguments]) -> View:
 
     Raises:  ConfigError: an argument is invalid; says what is allowed.
     """
-    where, split = given.get("where"), given.get("split")
+    where, split, limit = given.get("where"), given.get("split"), given.get("limit")
     lower, upper = (0, 0) if split is None else _split(split)
+    rows = f"limit={limit!r:.80}, the number of rows to read"
     return View(
         where="" if where is None else _canonical(where),
         sample=_sample(given.get("sample")),
         split_from=lower,
         split_to=upper,
-        limit=_limit(given.get("limit")),
+        limit=0 if limit is None else whole_from("limit", limit, 1, _LIMIT_MAX, rows),
     )
 
 
@@ -398,14 +389,3 @@ def _share(given: object) -> Fraction | None:
         return Fraction(str(given))
     except ValueError:  # not finite
         return None
-
-
-def _limit(given: object) -> int:
-    if given is None:
-        return 0
-    number = None if isinstance(given, bool) else whole(given)
-    if number is None or not 1 <= number <= _LIMIT_MAX:
-        raise ConfigError(
-            f"limit={given!r:.80}: pass the number of rows to read, 1 or more", field="limit"
-        )
-    return number

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from dataplane.base.units import whole
+from dataplane.base.units import one_of, whole_from
 from dataplane.model.errors import ConfigError
 from dataplane.model.records import PACK_OUTPUTS, PAD_OUTPUTS, LongPolicy, PackPolicy, PackSpec
 
@@ -96,7 +96,7 @@ def pack_spec(given: object) -> PackSpec | None:
     column, carry = _names("column", [given.column])[0], _names("carry", given.carry)
     length = _count("length", given.length, 1, LENGTH_MAX)
     multiple = _count("multiple", given.multiple, 1, length)
-    policy = _one_of("policy", given.policy, PackPolicy)
+    policy = one_of("policy", given.policy, PackPolicy, _said("policy", given.policy))
     documents = 0 if given.documents is None else _count("documents", given.documents, 1, length)
     if length % multiple:
         raise _wrong("multiple", multiple, f"choose one that divides length={length}")
@@ -119,7 +119,7 @@ def pack_spec(given: object) -> PackSpec | None:
         column,
         length,
         policy,
-        _one_of("long", given.long, LongPolicy),
+        one_of("long", given.long, LongPolicy, _said("long", given.long)),
         carry,
         outputs,
         multiple,
@@ -189,18 +189,12 @@ def _names(name: str, given: object) -> tuple[str, ...]:
 
 
 def _count(name: str, given: object, least: int, most: int) -> int:
-    found = whole(given)
-    if found is None or not least <= found <= most:
-        raise _wrong(name, given, f"pass a whole number from {least} to {most}")
-    return found
+    return whole_from(name, given, least, most, _said(name, given))
 
 
-def _one_of(name: str, given: object, choices: type[PackPolicy | LongPolicy]) -> Any:
-    for choice in choices:
-        if given == choice.value:
-            return choice
-    raise _wrong(name, given, f"choose one of {', '.join(choice.value for choice in choices)}")
+def _said(name: str, given: object) -> str:
+    return f"{name}={given!r:.80} in Pack(…)"
 
 
 def _wrong(name: str, given: object, advice: str) -> ConfigError:
-    return ConfigError(f"{name}={given!r:.80} in Pack(…): {advice}", field=name)
+    return ConfigError(f"{_said(name, given)}: {advice}", field=name)

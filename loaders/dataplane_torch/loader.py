@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, Sampler
 from typing_extensions import TypeVar, Unpack
 
 from dataplane.base import collector
-from dataplane.base.units import whole
+from dataplane.base.units import whole_from
 from dataplane.model.errors import ConfigError
 from dataplane.model.ledger import PLACE_MAX
 from dataplane_torch.arguments import (
@@ -254,10 +254,8 @@ class DataLoader(LoaderBase[_T_co]):
         """
         if self._shards is None:
             raise ConfigError("only loaders over urls can skip() steps", field="dataset")
-        count = whole(steps)
-        if count is None or not 0 <= count < PLACE_MAX:
-            raise ConfigError(f"skip({steps!r:.80}): pass a number of steps", field="steps")
         with brief:
+            count = whole_from("steps", steps, 0, PLACE_MAX - 1, f"skip({steps!r:.80})")
             return self._shards.skip(count)
 
     def tombstone(self, *names: str) -> None:

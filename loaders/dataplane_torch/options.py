@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypedDict
 
 from msgspec import Struct
 
-from dataplane.base.units import meant, ways_to_set, whole
+from dataplane.base.units import meant, one_of, ways_to_set, whole_from
 from dataplane.model.config import RAISE, JobSpec
 from dataplane.model.errors import ConfigError, DataplaneError, RowOutOfBounds
 from dataplane.model.ledger import PLACE_MAX
@@ -210,6 +210,7 @@ class Arguments(Struct, frozen=True):
 
 
 _SEED_MAX = (1 << 64) - 1
+_COUNT_MAX = (1 << 31) - 1
 
 # For each option that is a text: what to pass, and the minimum and maximum number of characters.
 _TEXTS: Final[Mapping[str, tuple[str, int, int]]] = {
@@ -378,7 +379,7 @@ def order_of(given: Arguments, dp_size: int, *, pads: bool) -> JobSpec:
     options = given.options
     return JobSpec(
         "",
-        seed=_count("seed", options["seed"], 0, _SEED_MAX),
+        seed=whole_from("seed", options["seed"], 0, _SEED_MAX),
         shuffle=bool(given.shuffle),
         lanes=_count_or_zero("lanes", options["lanes"]),
         window=_count_or_zero("window", options["window"]),
@@ -407,41 +408,30 @@ def _global_batch(given: Arguments, dp_size: int, *, pads: bool) -> int:
             field="batch_size",
         )
     if whole is None:
-        return _count("batch_size", given.batch_size, 1) * dp_size
+        return whole_from("batch_size", given.batch_size, 1, _COUNT_MAX) * dp_size
     if given.batch_size != 1:
         raise ConfigError(
             f"batch_size={given.batch_size} (per rank) conflicts with global_batch_size={whole} "
             "(over all ranks): pass one of them",
             field="global_batch_size",
         )
-    return _count("global_batch_size", whole, 1)
+    return whole_from("global_batch_size", whole, 1, _COUNT_MAX)
 
 
 def _end(given: Arguments) -> End:
     end = given.options["end"]
     if end is None:
         return End.DROP if given.drop_last else End.RAGGED
-    ends = {end.value: end for end in End}
-    if not isinstance(end, str) or end not in ends:
-        raise ConfigError(f"end={end!r:.80}: choose one of {', '.join(ends)}", field="end")
-    if given.drop_last and ends[end] is not End.DROP:
+    chosen = one_of("end", end, End)
+    if given.drop_last and chosen is not End.DROP:
         raise ConfigError(
             f"drop_last=True conflicts with end={end!r}: pass one of them", field="end"
         )
-    return ends[end]
+    return chosen
 
 
 def _count_or_zero(name: str, value: int | None) -> int:
-    return 0 if value is None else _count(name, value, 1)
-
-
-def _count(name: str, value: object, least: int, most: int = (1 << 31) - 1) -> int:
-    number = whole(value)
-    if number is None or not least <= number <= most:
-        raise ConfigError(
-            f"{name}={value!r:.80}: pass a whole number from {least} to {most}", field=name
-        )
-    return number
+    return 0 if value is None else whole_from(name, value, 1, _COUNT_MAX)
 
 
 def epoch_of(given: object) -> int:
@@ -449,10 +439,4 @@ def epoch_of(given: object) -> int:
 
     Raises:  ConfigError: `given` is not an epoch number.
     """
-    number = whole(given)
-    if number is None or not 0 <= number < PLACE_MAX:
-        raise ConfigError(
-            f"an epoch is a whole number from 0 to {PLACE_MAX - 1}, got {given!r:.80}",
-            field="epoch",
-        )
-    return number
+    return whole_from("epoch", given, 0, PLACE_MAX - 1)

@@ -11,7 +11,7 @@ from msgspec import Struct
 from msgspec.structs import asdict, replace
 from typing_extensions import Unpack
 
-from dataplane.base.units import whole
+from dataplane.base.units import whole_from
 from dataplane.client.stages import FINISH, RESTART, STAGES_MAX, UNREAD, Named
 from dataplane.client.state import RunState
 from dataplane.model.errors import ConfigError
@@ -64,9 +64,8 @@ class Stage:
                 field=of_run[0],
             )
         for name, count in (("steps", steps), ("epochs", epochs)):
-            number = 1 if count is None else whole(count)
-            if number is None or not 1 <= number < PLACE_MAX:
-                raise ConfigError(f"{name}={count!r:.80}: pass a whole number from 1", field=name)
+            if count is not None:
+                whole_from(name, count, 1, PLACE_MAX - 1)
         if steps and epochs:
             raise ConfigError(
                 f"steps={steps} and epochs={epochs}: a stage lasts so many of one: pass one",

@@ -207,7 +207,7 @@ def test_what_hosts_take_and_poor_mixing_are_shown(tmp_path, capsys):
             ("--source", "a={}/web.parquet,weight=1", "--source", "b={}/math.parquet,weight=1"),
             "proof (none) int64",
         ),
-        (("--source", "a={}/web.parquet,weight=1", "--exhausted", "never"), "choose one of 'stop'"),
+        (("--source", "a={}/web.parquet,weight=1", "--exhausted", "never"), "choose one of stop"),
         (("--source", "a={}/none.parquet,weight=1"), "none.parquet"),
         (("--source", "a={}/web.parquet,weight=1", "--schedule", "a=2"), "write STEP:NAME=WEIGHT"),
         (("--source", "a={}/web.parquet,weight=1", "--schedule", "9:b=2"), "no source 'b'"),
