@@ -35,13 +35,10 @@ _NAME = "bytecode"
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
-def _package() -> str:
-    return os.path.dirname(os.path.dirname(__file__))  # noqa: PTH120
-
-
 def is_kept_nowhere() -> bool:
     """Return whether Python would compile modules of a node at each of its starts."""
-    own = os.path.join(_package(), "node", "server.py")  # noqa: PTH118
+    package = os.path.dirname(os.path.dirname(__file__))  # noqa: PTH120
+    own = os.path.join(package, "node", "server.py")  # noqa: PTH118
     specs = (find_spec(name) for name in ("numpy", "pyarrow"))
     sources = (own, *(spec.origin for spec in specs if spec is not None and spec.origin))
     return not all(map(_is_kept, sources))

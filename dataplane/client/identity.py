@@ -72,15 +72,11 @@ def node_name(launch: Launch, sharing: str = "") -> str:
     if launch.shared:
         return name
     own = sorted(entry for entry in os.environ.items() if entry[0].startswith(_OF_NODES))
-    return f"{name} {_hidden([*own, *(('sys.path', folder) for folder in sys.path)])}"
+    entries = json.dumps([*own, *(("sys.path", folder) for folder in sys.path)]).encode()
+    return f"{name} {hashlib.blake2b(entries, digest_size=8, key=_secret()).hexdigest()}"
 
 
 _first: dict[str, str] = {}
-
-
-def _hidden(entries: list[tuple[str, str]]) -> str:
-    """Hash these entries to a name that does not reveal them."""
-    return hashlib.blake2b(json.dumps(entries).encode(), digest_size=8, key=_secret()).hexdigest()
 
 
 @functools.cache

@@ -271,7 +271,9 @@ class SlabStream:
             self._session.lost(mount)
             raise PeerLost(f"expected step {step} and found {body!r:.200}", peer=mount.node_id)
         self._next_step = step + len(body.batches) * self._stride
-        if self._next_step < self._step_count and self._may_ask_ahead(mount):
+        # A slab that waits in the socket takes memory that other streams of this rank may need.
+        may_ask_ahead = self._ahead and len(mount.asked_ahead) < AHEAD_STREAMS_MAX
+        if self._next_step < self._step_count and may_ask_ahead:
             mount.asked_ahead.add(self._stream_id)
             self._pending = self._ask(mount, deadline)
         return body
@@ -283,12 +285,6 @@ class SlabStream:
         finally:
             if notice is not None:
                 notice.over()
-
-    def _may_ask_ahead(self, mount: Mount) -> bool:
-        """Return whether to request a slab ahead. A slab that waits in the socket takes memory that
-        other streams of this rank may need.
-        """
-        return self._ahead and len(mount.asked_ahead) < AHEAD_STREAMS_MAX
 
     def _open(self, mount: Mount, step: int, deadline: float) -> None:
         request = OpenStream(

@@ -235,7 +235,8 @@ def _shown(scalar: pa.Scalar) -> object:
     kind = scalar.type
     if isinstance(scalar, pa.UuidScalar):
         return str(scalar.as_py())
-    if isinstance(kind, pa.BaseExtensionType) or _is_wrapped(kind):
+    is_wrapped = pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind)
+    if isinstance(kind, pa.BaseExtensionType) or is_wrapped or pa.types.is_union(kind):
         return _shown(scalar.value)
     if pa.types.is_temporal(kind):
         return _time(scalar)
@@ -255,12 +256,6 @@ def _shown(scalar: pa.Scalar) -> object:
     if isinstance(value, float) and not math.isfinite(value):
         return _NOT_FINITE[str(value)]
     return value
-
-
-def _is_wrapped(kind: pa.DataType) -> bool:
-    return bool(
-        pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind) or pa.types.is_union(kind)
-    )
 
 
 def _bytes(value: bytes) -> object:

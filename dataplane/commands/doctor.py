@@ -159,7 +159,9 @@ def doctor(
       dataplane doctor --security --listen 10.0.0.1:7077
     """
     if only_security:
-        return _check_security(settings, as_json=as_json)
+        from dataplane.commands import doctor_security
+
+        return _report(doctor_security.checks(settings), "security", as_json=as_json)
     if not urls:
         return _check_service(settings, seconds, as_json=as_json)
     from dataplane.commands.doctor_run import TrialLength
@@ -195,7 +197,9 @@ def _examine(
         done = _tried(request, settings, empty, step_ms / 1e3, length)
     from dataplane.client.statistics import bound_of
 
-    first = _with_indexing(done.found.first_batch, 0.0 if empty else indexing_s)
+    first = done.found.first_batch
+    if not empty:  # a new loader needs at least as long for the index
+        first = structs.replace(first, index_s=max(first.index_s, indexing_s))
     bound = bound_of(done.found)
     told = doctor_run.advice(bound, done.found, at) if bound else []
     if as_json:
@@ -211,12 +215,6 @@ def _examine(
         output.stdout().print(f"  - {one}", soft_wrap=True, markup=False)
     if done.is_short:
         output.warn("the run saw only the first batches: use more --seconds")
-
-
-def _check_security(settings: Settings, *, as_json: bool) -> int:
-    from dataplane.commands import doctor_security
-
-    return _report(doctor_security.checks(settings), "security", as_json=as_json)
 
 
 def _check_service(settings: Settings, seconds: float, *, as_json: bool) -> int:
@@ -333,11 +331,6 @@ def _empty_cache(cache_dir: str, indexing_s: float) -> Iterator[str]:
         yield empty
 
 
-def _with_indexing(first: FirstBatch, indexing_s: float) -> FirstBatch:
-    """Return the stages with at least this indexing time, which a new loader would need."""
-    return structs.replace(first, index_s=max(first.index_s, indexing_s))
-
-
 def _decoded_bytes(manifest: Manifest, request: OpenJob) -> int:
     """Estimate the bytes of all batches of one epoch, including pixels."""
     stored = int(manifest.block_decoded.clip(manifest.block_length).sum())
@@ -413,7 +406,11 @@ def _as_json(
             "busy": {stage.value: share for stage, share in bound.busy},
         },
         "advice": told,
-        "first_batch": doctor_run.first_batch_json(first),
+        "first_batch": {
+            "total_s": first.total_s,
+            "stages_s": first.stages(),
+            "advice": doctor_run.first_batch_advice(first),
+        },
         "first_batch_s": done.first_batch_s,
         "steps": done.steps,
         "statistics": msgspec.to_builtins(done.found),

@@ -212,10 +212,12 @@ def advice(bound: Bound, statistics: Statistics, at: TrialSetup) -> list[str]:
         Stage.STORAGE: _storage,
         Stage.DECODE: _decode,
         Stage.ASSEMBLE: _assemble,
-        Stage.WORKERS: _workers,
+        Stage.WORKERS: _more_workers,
         Stage.ROOM: _room,
         Stage.NODE: _node,
-        Stage.CONSUMER: _consumer,
+        Stage.CONSUMER: lambda *_: [
+            "nothing: the loader keeps up, and the time is spent in the trainer's own steps"
+        ],
     }[bound.stage](statistics, at)
     if bound.stage is not Stage.CONSUMER and at.dataset_bytes < at.config.slab_bytes:
         size = output.approximate_bytes(at.dataset_bytes)
@@ -311,10 +313,6 @@ def _assemble(statistics: Statistics, at: TrialSetup) -> list[str]:
     return suggestions
 
 
-def _workers(statistics: Statistics, at: TrialSetup) -> list[str]:
-    return _more_workers(statistics, at)
-
-
 def _room(_: Statistics, at: TrialSetup) -> list[str]:
     suggestions = ["release batches as soon as they were used"]
     room = at.config.delivery_bytes_per_rank
@@ -330,10 +328,6 @@ def _node(_: Statistics, at: TrialSetup) -> list[str]:
         size = output.approximate_bytes(2 * slab)
         suggestions.insert(0, f"slab_bytes {size}: fewer messages per sample")
     return suggestions
-
-
-def _consumer(_: Statistics, __: TrialSetup) -> list[str]:
-    return ["nothing: the loader keeps up, and the time is spent in the trainer's own steps"]
 
 
 # -- start -------------------------------------------------------------------------------------
@@ -386,15 +380,6 @@ def first_batch_advice(first: FirstBatch) -> str:
     share = named[stage] / first.total_s
     most = f"The first batch waited most for {stage} ({share:.0%})."
     return f"{most} To shorten it: {_SHORTER[stage]}."
-
-
-def first_batch_json(first: FirstBatch) -> dict[str, object]:
-    """Return seconds by stage, and the advice."""
-    return {
-        "total_s": first.total_s,
-        "stages_s": first.stages(),
-        "advice": first_batch_advice(first),
-    }
 
 
 def _named(first: FirstBatch) -> dict[str, float]:

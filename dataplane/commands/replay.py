@@ -315,7 +315,7 @@ def values_of(
         for source, shard in zip(rows.sources.tolist(), rows.shards.tolist(), strict=True)
     ]
     before: dict[str, object] = {"position": rows.positions, "dp_rank": rows.dp_ranks}
-    for name in _place_names(job)[2:-1]:
+    for name in ("shard",) if job.spec.mixture is None else ("source", "shard"):
         before[name] = pa.array([place_of_row[name] for place_of_row in places], pa.string())
     before["row"] = rows.shard_rows
     for at, (name, values) in enumerate(before.items()):
@@ -331,12 +331,6 @@ def _taken(table: pa.Table, rows: Int64) -> pa.Table:
 
     columns = [take_rows(column.combine_chunks(), rows) for column in table.columns]
     return pa.Table.from_arrays(columns, schema=table.schema)
-
-
-def _place_names(job: Traced) -> list[str]:
-    """Return the names of the columns that say where a row is; they precede its own columns."""
-    source = [] if job.spec.mixture is None else ["source"]
-    return ["position", "dp_rank", *source, "shard", "row"]
 
 
 def _chosen(

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
-from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -285,9 +284,24 @@ def _ranks(status: StatusResponse) -> Table:
         *("job", "dp rank", "state", "epoch", "cursor", "samples/s", "waited s", "bound by"),
         *("lease s", "node", "ranks from"),
     )
-    return output.table(
-        columns, chain.from_iterable(_member_rows(job) for job in status.jobs), "ranks"
+    rows = (
+        (
+            job.job_id,
+            member.topology.dp_rank,
+            member.state,
+            member.epoch,
+            member.cursor,
+            member.samples_per_s,
+            member.stall_s,
+            member.bound or None,
+            member.lease_left_s,
+            member.node_id,
+            member.topology.source or None,
+        )
+        for job in status.jobs
+        for member in sorted(job.members, key=lambda one: (one.topology.dp_rank, one.topology.rank))
     )
+    return output.table(columns, rows, "ranks")
 
 
 def _hosts(status: StatusResponse) -> Table:
@@ -531,24 +545,3 @@ def _job_row(job: JobStatus) -> tuple[object, ...]:
         sum(rates.values()),
         job.dataset,
     )
-
-
-def _member_rows(job: JobStatus) -> list[tuple[object, ...]]:
-    return [
-        (
-            job.job_id,
-            member.topology.dp_rank,
-            member.state,
-            member.epoch,
-            member.cursor,
-            member.samples_per_s,
-            member.stall_s,
-            member.bound or None,
-            member.lease_left_s,
-            member.node_id,
-            member.topology.source or None,
-        )
-        for member in sorted(
-            job.members, key=lambda member: (member.topology.dp_rank, member.topology.rank)
-        )
-    ]

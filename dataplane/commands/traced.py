@@ -78,11 +78,10 @@ def _expect_file(name: str) -> None:
 
 def names_urls(target: Sequence[str]) -> bool:
     """Return whether these are urls or paths, and not the name of a job."""
-    return any("://" in text or exists(text) or _is_a_path(text) for text in target)
-
-
-def _is_a_path(text: str) -> bool:
-    return any(mark in text for mark in "/*?{") or bool(suffixes.suffix_of(text))
+    return any(
+        any(mark in text for mark in "/*?{") or exists(text) or bool(suffixes.suffix_of(text))
+        for text in target
+    )
 
 
 _Answer = TypeVar("_Answer")

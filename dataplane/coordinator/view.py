@@ -82,10 +82,9 @@ def readings(
 
 
 def _active(rosters: Mapping[str, Roster]) -> list[Roster]:
-    def is_before(roster: Roster) -> tuple[bool, float]:
-        return roster.is_idle, -roster.job.active_at
-
-    shown = heapq.nsmallest(_JOBS_MAX, rosters.values(), key=is_before)
+    shown = heapq.nsmallest(
+        _JOBS_MAX, rosters.values(), key=lambda roster: (roster.is_idle, -roster.job.active_at)
+    )
     return sorted(shown, key=lambda roster: roster.job.job_id)
 
 

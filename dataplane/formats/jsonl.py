@@ -396,13 +396,14 @@ def _read(body: memoryview, schema: pa.Schema | None) -> pa.Table:
     explicit = (
         None if schema is None else pa.schema([(f.name, parser_type(f.type)) for f in schema])
     )
+    others = "infer" if schema is None else "error" if is_closed(schema) else "ignore"
     table = pj.read_json(
         pa.BufferReader(pa.py_buffer(body)),
         read_options=pj.ReadOptions(use_threads=False, block_size=size),
         parse_options=pj.ParseOptions(
             explicit_schema=explicit,
             newlines_in_values=False,
-            unexpected_field_behavior=_of_others(schema),
+            unexpected_field_behavior=others,
         ),
     )
     if schema is None or schema.equals(explicit, check_metadata=False):
@@ -412,13 +413,6 @@ def _read(body: memoryview, schema: pa.Schema | None) -> pa.Table:
         for field, column in zip(schema, table.columns, strict=True)
     ]
     return pa.table(columns, schema=schema)
-
-
-def _of_others(schema: pa.Schema | None) -> str:
-    """Tell the parser whether to infer, refuse or ignore fields that the schema lacks."""
-    if schema is None:
-        return "infer"
-    return "error" if is_closed(schema) else "ignore"
 
 
 def _explain(

@@ -11,7 +11,6 @@ from msgspec import Struct
 
 from dataplane.formats.faults import corrupt, describe
 from dataplane.formats.source import ByteSource
-from dataplane.model.errors import CorruptShard
 
 RECORD = 512
 # Extended headers hold names; a megabyte is too long for a name.
@@ -189,8 +188,5 @@ def _text(url: str, at: int, name: bytes) -> str:
     try:
         return name.decode()
     except UnicodeDecodeError as fault:
-        raise _bad_name(url, at, name) from fault
-
-
-def _bad_name(url: str, at: int, name: bytes) -> CorruptShard:
-    return corrupt(url, at, "the name of a tar member is not UTF-8", found=repr(name))
+        what = "the name of a tar member is not UTF-8"
+        raise corrupt(url, at, what, found=repr(name)) from fault

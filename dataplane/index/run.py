@@ -214,7 +214,9 @@ class IndexRun:
                     except CorruptShard as error:
                         self._leave_out(shard, error)
                     else:
-                        self._accept_new(shard, keys[shard], index, journal)
+                        if journal is not None:
+                            journal.remember(keys[shard], index)
+                        self._arrived(shard, index)
         finally:
             self._stop.set()
             work.close()
@@ -234,13 +236,6 @@ class IndexRun:
         if not self._leaves_out or bad > max(MANY_MIN, done // MANY_SHARE):
             raise error
         self._note_done(shard, ShardIndex(pa.schema([]), (), Region(0, 0), zero_copy=False))
-
-    def _accept_new(
-        self, shard: int, key: str, index: ShardIndex, journal: IndexJournal | None
-    ) -> None:
-        if journal is not None:
-            journal.remember(key, index)
-        self._arrived(shard, index)
 
     def _arrived(self, shard: int, index: ShardIndex) -> None:
         # Skip an inferred schema without columns: the shard has no sample to infer columns from.

@@ -333,10 +333,6 @@ class Stage(Struct, frozen=True):
         return self.epoch + (self.cursor > 0)
 
 
-def _first_fields(cls: type[Struct], count: int) -> frozenset[str]:
-    return frozenset(cls.__struct_fields__[:count])
-
-
 # The fields that each class had when digests that cover the class were first saved. Every digest
 # covers these fields. A field that was added later is left out of the digest while it has its
 # default, so that older checkpoints stay valid. Never change this table: tests/test_digests.py has
@@ -348,7 +344,7 @@ _FIRST_FIELDS: Mapping[type, frozenset[str]] = {
             "column_options",
         )
     ),
-    ColumnOptions: _first_fields(ColumnOptions, 3),
+    ColumnOptions: frozenset(ColumnOptions.__struct_fields__[:3]),
     ImageSpec: frozenset(
         (
             *("column", "height", "width", "cut", "resize", "scale", "ratio", "flip", "layout"),

@@ -165,7 +165,11 @@ def fleet(status: StatusResponse) -> Fleet:
         figures = _job(status, job, left)
         left -= len(figures.cells)
         jobs.append(figures)
-    worst = heapq.nlargest(NODES_MAX, status.nodes, key=_is_notable)
+    worst = heapq.nlargest(
+        NODES_MAX,
+        status.nodes,
+        key=lambda node: (bool(node.stores_away), node.is_short, node.last_seen_s),
+    )
     return Fleet(
         status.coordinator_id,
         status.version,
@@ -215,10 +219,6 @@ def _cell(members: Sequence[MemberStatus], name: str, host: str) -> Cell:
     worst = members[-1]
     rate = sum(speeds(members).values())
     return Cell(name[:_TEXT_MAX], host[:_TEXT_MAX], len(members), worst.stall_s, worst.bound, rate)
-
-
-def _is_notable(node: NodeStatus) -> tuple[bool, bool, float]:
-    return bool(node.stores_away), node.is_short, node.last_seen_s
 
 
 def _node(node: NodeStatus) -> NodeFigures:

@@ -114,13 +114,9 @@ def relative_names(urls: Texts) -> Piece:
     stores, the names contain the bucket. Parts of a url that change are left out: the query of a
     web address, since a presigned url has a new one every day, and the commit of a Hub repository.
     """
-    paths = urls.changed(_lasting, b"?@")
+    paths = urls.changed(lambda url: without_query(unpinned(url)), b"?@")
     shared = paths.content[: paths.shared_prefix_bytes()].tobytes()
     return paths.piece(shared.rfind(b"/") + 1)
-
-
-def _lasting(url: str) -> str:
-    return without_query(unpinned(url))
 
 
 def _hash() -> hashlib.blake2b:

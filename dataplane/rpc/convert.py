@@ -63,8 +63,11 @@ def encode(value: object) -> bytes:
 
     Raises:  ConfigError: a text in the value cannot be sent.
     """
+    cls: _Class = type(value)
     try:
-        return to_proto(value).SerializeToString()
+        if isinstance(value, errors.DataplaneError):
+            return error_to_proto(value).SerializeToString()
+        return _message_class(cls)(**_writer(cls)(value)).SerializeToString()
     except UnicodeEncodeError as error:
         raise codec.not_sent(error) from error
 
@@ -84,7 +87,7 @@ def decode(cls: type[T], wire: bytes, elements_max: float = math.inf) -> T:
     except _DecodeError as error:
         raise errors.ConfigError(f"not a {cls.__name__} message: {error}") from error
     try:
-        return from_proto(cls, message)
+        return cast(T, _reader(cast(_Class, cls))(message))
     except (KeyError, TypeError, ValueError) as error:  # an invalid enum or noun
         raise errors.ConfigError(f"not a {cls.__name__} message: {error!r}") from error
 
@@ -149,19 +152,6 @@ def _varint(wire: bytes, at: int) -> tuple[int, int]:
         number |= (byte & 0x7F) << shift
         shift += 7
     return number, at + 1
-
-
-def to_proto(value: object) -> Message:
-    """Return the protobuf message with the same content."""
-    if isinstance(value, errors.DataplaneError):
-        return error_to_proto(value)
-    cls: _Class = type(value)
-    return _message_class(cls)(**_writer(cls)(value))
-
-
-def from_proto(cls: type[T], message: Message) -> T:
-    """Return the value with the same content as this message."""
-    return cast(T, _reader(cast(_Class, cls))(message))
 
 
 def error_to_proto(error: errors.DataplaneError) -> Message:

@@ -108,17 +108,11 @@ def _stacked(stack: StackSpec, by_name: Mapping[str, ColumnSpec]) -> ColumnSpec:
                 f'Stack([…], dtype="float32")',
                 field=member.name,
             )
-        if not _becomes(member.dtype, dtype):
+        # Floats take any number, integers only a type all of whose values they hold.
+        if np.dtype(dtype).kind != "f" and not np.can_cast(member.dtype, dtype, "safe"):
             raise ConfigError(
                 f"stack {stack.name!r}: column {member.name!r} is {member.dtype}, which {dtype} "
                 "cannot hold: choose a wider dtype, or a float",
                 field=member.name,
             )
     return ColumnSpec(stack.name, Kind.FIXED, dtype, (len(members),))
-
-
-def _becomes(dtype: str, target: str) -> bool:
-    """Return whether a number type can be converted to another: any type to a float, integers only
-    to a type that holds all of their values.
-    """
-    return np.dtype(target).kind == "f" or np.can_cast(dtype, target, "safe")

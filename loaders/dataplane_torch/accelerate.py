@@ -122,12 +122,9 @@ def _as_ours(loader: torch.utils.data.DataLoader[Any], ours: Mapping[str, Any]) 
         given["batch_sampler"] = loader.batch_sampler
     else:
         given |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-        given["sampler"] = None if _is_iterable(loader) else loader.sampler
+        is_iterable = isinstance(loader.dataset, torch.utils.data.IterableDataset)
+        given["sampler"] = None if is_iterable else loader.sampler
     return DataLoader(loader.dataset, **given, **ours)
-
-
-def _is_iterable(loader: torch.utils.data.DataLoader[Any]) -> bool:
-    return isinstance(loader.dataset, torch.utils.data.IterableDataset)
 
 
 def _registered(accelerator: Accelerator, prepared: _Prepared, loader: DataLoader[Any]) -> Any:
