@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import tempfile
@@ -23,13 +22,13 @@ from dataplane.commands.options import (
     format_option,
     interruptible,
     json_option,
-    security_given,
     setting_options,
     workers_option,
 )
-from dataplane.commands.own_node import own_session, warn_of
+from dataplane.commands.own_node import own_session, request_of, warn_of
+from dataplane.commands.traced import asked_coordinator
 from dataplane.model.config import JobSpec
-from dataplane.model.records import ListPolicy, Topology
+from dataplane.model.records import ListPolicy
 from dataplane.settings import node_config
 
 if TYPE_CHECKING:
@@ -223,8 +222,11 @@ def _check_service(settings: Settings, seconds: float, *, as_json: bool) -> int:
     address = str(settings["join"].value)
     if not address:
         raise click.UsageError("Missing argument 'URL...', or --join for a running service.")
-    security = security_given(settings, listens=False)
-    checks = asyncio.run(doctor_checks.service_checks(address, security, seconds))
+    checks = asked_coordinator(
+        settings,
+        lambda client: doctor_checks.service_checks(client, seconds),
+        address=address,
+    )
     return _report(checks, f"service at {address}", as_json=as_json)
 
 
@@ -244,19 +246,13 @@ def _request(urls: tuple[str, ...], format_name: str, job: DoctorJob) -> OpenJob
 
     Raises:  ConfigError: invalid transforms.
     """
-    from dataplane.client import identity
     from dataplane.commands.doctor_run import stacks_of, transforms_of
-    from dataplane.rpc.messages import DatasetSource, OpenJob
     from dataplane.transforms.images import image_specs
     from dataplane.transforms.options import column_options
 
-    launch = identity.launch_identity({})
-    return OpenJob(
-        identity.job_id(launch, urls, None),
-        launch.incarnation,
-        "",
-        DatasetSource(urls, format_name),
-        Topology(),
+    return request_of(
+        urls,
+        format_name,
         JobSpec(
             "",
             job.seed,

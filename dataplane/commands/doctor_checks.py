@@ -37,7 +37,6 @@ from dataplane.rpc.membership import (
     StatusRequest,
     StatusResponse,
 )
-from dataplane.security.security import Security
 from dataplane.store.urls import FILE_PREFIX, local_path
 from dataplane.transforms.pixels_advice import INSTALL_LIBJPEG
 from dataplane.transforms.pixels_library import maker
@@ -277,18 +276,14 @@ _WAIT_ADVICE = {
 }
 
 
-async def service_checks(address: str, security: Security, span_s: float) -> list[Check]:
+async def service_checks(client: CoordinatorClient, span_s: float) -> list[Check]:
     """Compare two statuses.
 
     Raises:  DataplaneError: the coordinator does not answer, or refuses.
     """
-    client = CoordinatorClient(address, security)
-    try:
-        before = await client.status(StatusRequest(""))
-        await asyncio.sleep(span_s)
-        return compared(before, await client.status(StatusRequest("")), span_s)
-    finally:
-        await client.close()
+    before = await client.status(StatusRequest(""))
+    await asyncio.sleep(span_s)
+    return compared(before, await client.status(StatusRequest("")), span_s)
 
 
 def compared(before: StatusResponse, now: StatusResponse, span_s: float) -> list[Check]:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 _OPEN_TIMEOUT_S = 7 * 86400.0
 """A week: opening a job may read a whole column of a dataset."""
+_ALONE = Topology()
 
 
 def own_session(request: OpenJob, settings: Settings, cache_dir: str = "") -> Session:
@@ -70,6 +71,18 @@ def warn_of(session: Session) -> None:
         output.warn(each)
 
 
+def request_of(
+    urls: tuple[str, ...], format_name: str, spec: JobSpec, topology: Topology = _ALONE
+) -> OpenJob:
+    """Return the request for a job over these urls, in the form that a loader sends."""
+    from dataplane.client import identity
+    from dataplane.rpc.messages import DatasetSource, OpenJob
+
+    launch = identity.launch_identity({})
+    name, source = identity.job_id(launch, urls, None), DatasetSource(urls, format_name)
+    return OpenJob(name, launch.incarnation, "", source, topology, spec)
+
+
 @contextlib.contextmanager
 def opened_again(
     manifest: Manifest,
@@ -84,19 +97,8 @@ def opened_again(
 
     Raises:  DatasetChangedError: the dataset is not that of the manifest.  The errors of a job.
     """
-    from dataplane.client import identity
-    from dataplane.rpc.messages import DatasetSource, OpenJob
-
-    launch = identity.launch_identity({})
-    request = OpenJob(
-        identity.job_id(launch, manifest.urls, None),
-        launch.incarnation,
-        "",
-        DatasetSource(manifest.urls, format_name),
-        Topology(),
-        JobSpec("", seed, column_options=options, view=view),
-    )
-    session = own_session(request, settings)
+    spec = JobSpec("", seed, column_options=options, view=view)
+    session = own_session(request_of(manifest.urls, format_name, spec), settings)
     try:
         found = session.job.spec.fingerprint
         if found != manifest.fingerprint:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dataplane.plan.explain import MixtureExplanation, SourcePlan
     from dataplane.plan.manifest import Manifest
     from dataplane.plan.shuffled import HostFigures
-    from dataplane.rpc.messages import JobOpened, OpenJob
+    from dataplane.rpc.messages import JobOpened
     from dataplane.transforms.mixture_options import Mixture
 
 
@@ -171,7 +171,7 @@ def show_mixture(
 
     if packs is not None:
         view = packs.view(view)
-    job, manifests = _opened(mixture, settings, view, _job(question), format_name, workers)
+    job, manifests = _opened(mixture, settings, view, question, format_name, workers)
     cluster = Cluster(question.dp_size, question.ranks_per_host)
     epoch = question.epoch
     explanation = explain_mixture(job.spec, manifests, cluster, epoch)
@@ -223,15 +223,14 @@ def _opened(
     mixture: AskedMixture,
     settings: Settings,
     view: View,
-    job: OpenJob,
+    question: Question,
     format_name: str,
     workers: int,
 ) -> tuple[JobOpened, list[Manifest]]:
     """Open the job at a node; return it with the manifests of its samples."""
     from dataplane.commands.datasets import opened
-    from dataplane.commands.own_node import imported_map, own_session, packs_in
+    from dataplane.commands.own_node import imported_map, own_session, packs_in, request_of
     from dataplane.plan.views import rows_only
-    from dataplane.rpc.messages import DatasetSource
     from dataplane.transforms.options import only
 
     config, whole, views = node_config(settings), [], {}
@@ -244,16 +243,13 @@ def _opened(
     config = structs.replace(config, allowed_functions=" ".join(own.map for own in views.values()))
     urls = {name: manifest.urls for name, manifest in zip(views, whole, strict=True)}
     columns = mixture.columns if view.pack is None else (view.pack.column,)
+    spec = question.asked_of(JobSpec("", column_options=only(columns), view=view))
+    size, local = question.dp_size, min(question.ranks_per_host, question.dp_size)
+    topology = Topology(dp_size=size, world_size=size, local_world_size=local)
+    every = tuple(url for of_source in urls.values() for url in of_source)
+    request = request_of(every, format_name, spec, topology)
     session = own_session(
-        replace(
-            job,
-            source=DatasetSource(
-                tuple(url for of_source in urls.values() for url in of_source), format_name
-            ),
-            spec=replace(job.spec, column_options=only(columns), view=view),
-            mixture=mixture.mixture.asked(urls, views, format_name),
-        ),
-        settings,
+        replace(request, mixture=mixture.mixture.asked(urls, views, format_name)), settings
     )
     try:
         opened_job = session.job
@@ -323,24 +319,4 @@ def _row(source: SourcePlan, sample_count: int) -> tuple[object, ...]:
         None if end is None else f"{end / sample_count:.0%}",
         f"{source.window:,}",
         output.approximate_bytes(source.open_window_bytes_per_host),
-    )
-
-
-def _job(question: Question) -> OpenJob:
-    """Return the options of the order, in the form that the first rank's loader sends."""
-    from dataplane.client import identity
-    from dataplane.rpc.messages import DatasetSource, OpenJob
-
-    launch = identity.launch_identity({})
-    return OpenJob(
-        identity.job_id(launch, ("mixture",), None),
-        launch.incarnation,
-        "",
-        DatasetSource(()),
-        Topology(
-            dp_size=question.dp_size,
-            world_size=question.dp_size,
-            local_world_size=min(question.ranks_per_host, question.dp_size),
-        ),
-        question.asked_of(JobSpec("")),
     )

@@ -9,7 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -28,9 +28,9 @@ from dataplane.commands.options import (
     CLIENT_SETTINGS,
     Settings,
     json_option,
-    security_given,
     setting_options,
 )
+from dataplane.commands.traced import asked_coordinator
 from dataplane.model.config import PROTOCOL_VERSION, VERSION
 from dataplane.model.errors import (
     AccessDenied,
@@ -52,7 +52,7 @@ from dataplane.rpc.membership import (
 
 if TYPE_CHECKING:
     # Imported for types only: at run time this takes 30 ms, and only commands that connect need it.
-    from dataplane.security.security import Security
+    from dataplane.rpc.calls import CoordinatorClient
 
 WATCH_PERIOD_S = 1.0
 PROBE_S = 10.0
@@ -108,14 +108,8 @@ def status(
     if of_node:
         if watch or as_json or job or whole:
             raise click.UsageError("--node excludes --job, --all, --watch and --json")
-        named = address or next(
-            str(settings[name].value)
-            for name in ("service", "join", "listen")
-            if settings[name].value
-        )
-        click.get_current_context().exit(_probe(named))
+        click.get_current_context().exit(_probe(settings, address))
     target = address or str(settings["join"].value or settings["listen"].value)
-    security = security_given(settings, listens=False)
 
     def write(status: StatusResponse) -> None:
         if as_json:
@@ -128,17 +122,27 @@ def status(
     # Check stdout itself: with FORCE_COLOR, rich takes a pipe for a terminal.
     on_screen = sys.stdout.isatty() and not as_json and not output.stdout().is_dumb_terminal
     view = (_on_screen(whole=whole) if on_screen else _in_lines(write)) if watch else None
-    asyncio.run(_report(target, security, job, write, view))
+    request = StatusRequest(job)
+
+    async def report(client: CoordinatorClient) -> None:
+        if view is None:
+            write(await client.status(request))
+            return
+        with view as show:
+            await _watch(lambda: client.status(request), show)
+
+    asked_coordinator(settings, report, address=target)
 
 
-def _probe(service: str) -> int:
-    """Say whether the node of this service on this host answers. Return the exit status.
+def _probe(settings: Settings, address: str | None) -> int:
+    """Say whether the node of this host for this service answers. Return the exit status.
 
     Raises:  PeerLost: the node does not answer.  VersionMismatch.
     """
     from dataplane.rpc import local, messages
 
-    name = served_name(os.getuid(), service)
+    given = (settings[name].value for name in ("service", "join", "listen"))
+    name = served_name(os.getuid(), address or str(next(filter(None, given))))
     with local.connect(name, PROBE_S) as sock:
         hello = messages.Hello(VERSION, PROTOCOL_VERSION, os.getpid())
         try:
@@ -155,26 +159,6 @@ def _probe(service: str) -> int:
     awaited = answer.body.awaited
     click.echo(f"node {answer.body.node_id} " + (f"waits for {awaited}" if awaited else "is ready"))
     return output.EXIT_BAD_DATA if awaited else output.EXIT_OK
-
-
-async def _report(
-    address: str,
-    security: Security,
-    job: str,
-    write: Callable[[StatusResponse], None],
-    view: AbstractContextManager[Show] | None,
-) -> None:
-    from dataplane.rpc.calls import CoordinatorClient
-
-    client, request = CoordinatorClient(address, security), StatusRequest(job)
-    try:
-        if view is None:
-            write(await client.status(request))
-            return
-        with view as show:
-            await _watch(lambda: client.status(request), show)
-    finally:
-        await client.close()
 
 
 async def _watch(fetch: Fetch, show: Show) -> None:

@@ -576,16 +576,20 @@ def live_ledger(settings: Settings, job: str, away_s: float = 0.0) -> Ledger:
 
 
 def asked_coordinator(
-    settings: Settings, call: Callable[[CoordinatorClient], Awaitable[_Answer]], away_s: float = 0
+    settings: Settings,
+    call: Callable[[CoordinatorClient], Awaitable[_Answer]],
+    away_s: float = 0,
+    address: str | None = None,
 ) -> _Answer:
-    """Call the coordinator that the command line names, for `away_s` if it does not answer.
+    """Call the coordinator at this address, or the one that the settings name, and return its
+    answer. Repeat the call for `away_s` if it does not answer.
 
     Raises:  PeerLost, AccessDenied, or another error, as the call.
     """
     from dataplane.rpc.calls import CoordinatorClient
 
     async def asked() -> _Answer:
-        peer = str(settings["join"].value or settings["listen"].value)
+        peer = address or str(settings["join"].value or settings["listen"].value)
         client = CoordinatorClient(peer, security_given(settings, listens=False), patience_s=away_s)
         try:
             return await call(client)
