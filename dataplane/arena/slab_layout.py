@@ -16,13 +16,15 @@ batches. Any other column has one *piece* per batch: its values, then its side, 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
-from typing import Final, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from dataplane.model.errors import CorruptShard
 from dataplane.model.records import ColumnSpec, Kind, Region
 
 Ints = npt.NDArray[np.int64]
@@ -74,6 +76,27 @@ class TextPiece(NamedTuple):
     values: npt.NDArray[np.uint8]
     offsets: Ints
     valid: npt.NDArray[np.uint8]
+
+    def listed(self, spec: ColumnSpec) -> list[Any]:
+        """Return the texts, or the bytes of a column of bytes; None for nulls.
+
+        Raises:  CorruptShard: a text is not UTF-8.
+        """
+        raw, ends = self.values.tobytes(), itertools.pairwise(self.offsets.tolist())
+        every = zip(ends, self.valid.tolist(), strict=True)
+        found = [raw[begin:end] if is_valid else None for (begin, end), is_valid in every]
+        if spec.kind is not Kind.STRING:
+            return found
+        try:
+            return [None if one is None else one.decode() for one in found]
+        except UnicodeDecodeError as error:
+            raise CorruptShard(
+                f"column {spec.name!r} is declared as text, but holds {error.object[:40]!r}, which "
+                f"is not UTF-8 ({error.reason} at byte {error.start})",
+                field=spec.name,
+                expected="UTF-8",
+                found=repr(error.object[:40]),
+            ) from error
 
 
 # -- sizes -------------------------------------------------------------------------------------

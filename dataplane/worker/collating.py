@@ -24,7 +24,7 @@ from msgspec.structs import astuple, replace
 
 from dataplane.arena.slab_layout import SIDE_BYTES, TEXTS, aligned, side_count, texts
 from dataplane.formats.faults import bad_rows, is_out_of_memory, text_of
-from dataplane.model.errors import CorruptShard, FunctionError
+from dataplane.model.errors import FunctionError
 from dataplane.model.records import ColumnSpec, Kind
 from dataplane.rpc.messages import Batch, Column
 from dataplane.rpc.tasks import Assemble, Collation, Reading
@@ -265,7 +265,7 @@ def _numpy(spec: ColumnSpec, column: Column, given: _Given) -> dict[str, Any]:
         stream = memory[start : start + width]
         return {name: pa.ipc.open_stream(stream).read_all().column(0).to_pylist()}
     if spec.kind in TEXTS:
-        return {name: _texts(spec, column, given)}
+        return {name: texts(memory, column, at, rows).listed(spec)}
     side = _view(memory, column.lengths[at], "int64", (side_count(spec.kind, rows),))
     if spec.kind is Kind.PADDED:
         return {name: _view(memory, start, spec.dtype, (rows, width)), f"{name}.length": side}
@@ -280,25 +280,6 @@ def _view(memory: Bytes, start: int, dtype: str, shape: tuple[int, ...]) -> _Arr
         if 0 not in shape
         else np.empty(shape, dtype)
     )
-
-
-def _texts(spec: ColumnSpec, column: Column, given: _Given) -> list[Any]:
-    piece = texts(given.memory, column, given.at, given.batch.rows)
-    raw, ends = piece.values.tobytes(), itertools.pairwise(piece.offsets.tolist())
-    every = zip(ends, piece.valid.tolist(), strict=True)
-    found = [raw[begin:end] if is_valid else None for (begin, end), is_valid in every]
-    if spec.kind is not Kind.STRING:
-        return found
-    try:
-        return [None if one is None else one.decode() for one in found]
-    except UnicodeDecodeError as error:
-        raise CorruptShard(
-            f"column {spec.name!r} is declared as text, but holds {error.object[:40]!r}, which is "
-            f"not UTF-8 ({error.reason} at byte {error.start})",
-            field=spec.name,
-            expected="UTF-8",
-            found=repr(error.object[:40]),
-        ) from error
 
 
 # -- what it returns ---------------------------------------------------------------------------

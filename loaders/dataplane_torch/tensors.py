@@ -15,7 +15,7 @@ import torch
 
 from dataplane.arena.slab_layout import SIDE_BYTES, side_count, texts
 from dataplane.client.stream import Batches
-from dataplane.model.errors import ConfigError, CorruptShard
+from dataplane.model.errors import ConfigError
 from dataplane.model.records import ColumnSpec, Kind
 from dataplane_torch.parts import RankParts
 from dataplane_torch.torch_private.memory import new_shared_storage
@@ -226,30 +226,11 @@ def _arrays(spec: ColumnSpec, at: int, make: _MakeTensor) -> _Put:
 
 
 def _texts(spec: ColumnSpec, at: int) -> _Put:
-    name, is_text = spec.name, spec.kind is Kind.STRING
-
     def put(batches: Batches, i: int, out: Batch) -> None:
         piece = texts(batches.memory, batches.columns[at], i, batches.batches[i].rows)
-        raw, ends, valid = piece.values.tobytes(), piece.offsets.tolist(), piece.valid.tolist()
-        found: list[Any] = [
-            raw[a:b] if ok else None for a, b, ok in zip(ends[:-1], ends[1:], valid, strict=True)
-        ]
-        out[name] = _decoded(name, found) if is_text else found
+        out[spec.name] = piece.listed(spec)
 
     return put
-
-
-def _decoded(name: str, found: list[bytes | None]) -> list[str | None]:
-    try:
-        return [None if one is None else one.decode() for one in found]
-    except UnicodeDecodeError as error:
-        raise CorruptShard(
-            f"column {name!r} is declared as text, but holds {error.object[:40]!r}, which is not "
-            f"UTF-8 ({error.reason} at byte {error.start})",
-            field=name,
-            expected="UTF-8",
-            found=repr(error.object[:40]),
-        ) from error
 
 
 def _objects(spec: ColumnSpec, at: int) -> _Put:
