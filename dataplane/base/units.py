@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -52,6 +52,12 @@ def meant(given: str, known: Iterable[str]) -> str:
 
     near = get_close_matches(given, known, 1)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def some_of(names: Sequence[str], most: int = 10) -> str:
+    """Join the first names, for a message, and say how many more there are: "a, b and 5 more"."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def show_bytes(value: Value) -> str:

@@ -15,7 +15,7 @@ import pyarrow as pa
 from msgspec.structs import asdict, replace
 from numpy.typing import NDArray
 
-from dataplane.base.units import meant
+from dataplane.base.units import meant, some_of
 from dataplane.commands import output
 from dataplane.commands.inspect import short
 from dataplane.commands.options import Settings, interruptible
@@ -25,7 +25,7 @@ from dataplane.model.errors import ConfigError, ImageError
 from dataplane.model.joined import KEY
 from dataplane.model.records import ImageSpec
 from dataplane.model.redact import redacted
-from dataplane.plan.shards import named, starts_of
+from dataplane.plan.shards import starts_of
 
 if TYPE_CHECKING:
     from dataplane.plan.tombstones import StepRows
@@ -273,7 +273,7 @@ class _Look:
                 shot |= {"sample": name, "values": ", ".join(known[:_VALUES_MAX])}
             if bad := [shot["sample"] for shot in shots if shot.get("error", "null") != "null"]:
                 count = output.counted(len(shots), "image")
-                self.notes.append(f"{len(bad)} of {count} of {column} are damaged: {named(bad)}")
+                self.notes.append(f"{len(bad)} of {count} of {column} are damaged: {some_of(bad)}")
 
     def _shot(
         self, name: str, at: int, encoded: bytes | None, spec: ImageSpec | None

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
+from dataplane.base.units import some_of
 from dataplane.coordinator.records import Answer, Job, Member
 from dataplane.model.errors import ConfigError
 from dataplane.model.ledger import PLACE_MAX, LedgerPosition
@@ -36,7 +37,6 @@ from dataplane.rpc.membership import (
 )
 
 PROPOSED_S = 60.0
-_NAMED_MAX = 8
 _SHOWN_MAX = 1000
 
 
@@ -221,7 +221,7 @@ def _refusal(job: Job, at: Proposed, promises: dict[int, MixPromise]) -> ConfigE
 
 def _unanswered(job: Job, awaited: Sequence[Member]) -> ConfigError:
     ranks = sorted({member.topology.rank for member in awaited})
-    named = ", ".join(map(str, ranks[:_NAMED_MAX])) + (", …" if len(ranks) > _NAMED_MAX else "")
+    named = some_of([*map(str, ranks)])
     return ConfigError(
         f"ranks {named} of job {job.job_id!r} have not agreed to other weights within"
         f" {PROPOSED_S:.0f} s, so the weights are unchanged: these ranks have not begun to read, or"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from msgspec.structs import replace
 
+from dataplane.base.units import some_of
 from dataplane.coordinator.records import Member, NodeRecord, Phase
 from dataplane.coordinator.roster import Roster
 from dataplane.metrics.table import Reading
@@ -23,7 +24,6 @@ from dataplane.rpc.membership import (
     StatusResponse,
 )
 
-_SHOWN_MAX = 10
 _JOBS_MAX, _NODES_MAX = 1024, 1024
 _OF_JOBS_MAX = 2048
 """How many members an answer has at most, over all jobs; also how many nodes of jobs."""
@@ -118,9 +118,8 @@ def named(job_id: str, rosters: Mapping[str, Roster]) -> Roster:
     Raises:  ConfigError: no job has this name.
     """
     if job_id not in rosters:
-        known = ", ".join(sorted(rosters)[:_SHOWN_MAX]) or "none"
-        more = f" and {len(rosters) - _SHOWN_MAX} more" if len(rosters) > _SHOWN_MAX else ""
-        raise ConfigError(f"no job is called {job_id!r}; there are: {known}{more}", job=job_id)
+        known = some_of(sorted(rosters)) or "none"
+        raise ConfigError(f"no job is called {job_id!r}; there are: {known}", job=job_id)
     return rosters[job_id]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import pyarrow as pa
 
+from dataplane.base.units import some_of
 from dataplane.formats.arrays import first_refused, read_as, record_batch, widened
 from dataplane.formats.base import RawBlock
 from dataplane.formats.faults import FOREIGN, corrupt, foreign_faults
@@ -81,8 +82,7 @@ def check_columns(schema: pa.Schema, columns: Sequence[str]) -> None:
     known = frozenset(every)
     for name in columns:
         if name not in known:
-            more = len(every) - _NAMES_SHOWN
-            have = ", ".join(every[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+            have = some_of(every, _NAMES_SHOWN)
             raise ConfigError(f"the dataset has no column {name!r}; it has {have}", field=name)
 
 

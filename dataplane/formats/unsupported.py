@@ -15,6 +15,7 @@ import msgspec
 import pyarrow as pa
 from msgspec import Struct
 
+from dataplane.base.units import some_of
 from dataplane.model.errors import ConfigError, SchemaMismatch
 from dataplane.model.typed import complete
 
@@ -65,7 +66,7 @@ def mismatch_of(
     read, `also` the other columns that differ.
     """
     (first, second), (expected, second_type) = map(url_of, difference.shards), difference.nouns
-    way = f", or select the others with columns=[…]: {_some(others)}" if others else ""
+    way = f", or select the others with columns=[…]: {some_of(others)}" if others else ""
     if "" in difference.types:
         way += (
             f'. To read the rows of a shard without it as nulls, pass fill_null={{"{name}": …}} or '
@@ -115,7 +116,6 @@ UNSUPPORTED_MARK = b"dataplane.unsupported"
 # Arrow's type ids of intervals of months, and of days with milliseconds. pyarrow 22 and later have
 # names for these types, but cannot make arrays of them, unlike month_day_nano_interval.
 _INTERVALS = frozenset({21, 22})
-_NAMES_SHOWN = 10
 
 
 def marked(schema: pa.Schema, reasons: Mapping[str, str]) -> pa.Schema:
@@ -178,13 +178,9 @@ def refusal(
     refused = ", ".join(f"column {name!r} {reason}" for name, reason in reasons.items())
     way = "select the others with columns=[…]"
     if others is not None:
-        way = f"{way}: {_some(others)}" if others else "there are no others"
+        way = f"{way}: {some_of(others)}" if others else "there are no others"
     return ConfigError(
         f"{url}{': ' if url else ''}not supported: {refused}; {way}",
         shard=url or None,
         field=next(iter(reasons)),
     )
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:_NAMES_SHOWN]) + (", …" if len(names) > _NAMES_SHOWN else "")

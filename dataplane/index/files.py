@@ -18,6 +18,7 @@ from itertools import accumulate, groupby
 import pyarrow as pa
 
 from dataplane.base.trace import Trace
+from dataplane.base.units import some_of
 from dataplane.formats.base import Format, ShardIndex
 from dataplane.formats.nulls import node_count
 from dataplane.formats.source import BLOCK_BYTES
@@ -26,7 +27,6 @@ from dataplane.model.errors import ConfigError, CorruptShard, ShardNotFound
 from dataplane.model.joined import IMAGE, LABEL, MISSING, ROWS, Joined, runs, without_query
 from dataplane.model.records import ObjectInfo
 from dataplane.plan.manifest import Manifest
-from dataplane.plan.shards import named
 from dataplane.store.urls import (
     FILE_PREFIX,
     base_of,
@@ -81,7 +81,7 @@ def said_of_strays(manifest: Manifest) -> str:
     for root in with_folders.intersection(strays):
         return (
             f"images that lie beside the folders in {root} form a class of their own, with the "
-            f"label {_name_of(root)!r}: {named(strays[root])}. Move them into "
+            f"label {_name_of(root)!r}: {some_of(strays[root])}. Move them into "
             f"the folder of their class, or leave them out by the pattern {root}*/**"
         )
     return ""

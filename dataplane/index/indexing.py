@@ -26,6 +26,7 @@ from typing_extensions import Buffer
 
 from dataplane.base import collector, suffixes
 from dataplane.base.trace import Trace
+from dataplane.base.units import some_of
 from dataplane.formats import registry
 from dataplane.formats.base import Format, ShardIndex
 from dataplane.index.batches import KeepPreamble
@@ -56,7 +57,6 @@ from dataplane.model.joined import files_of, is_joined
 from dataplane.model.records import ObjectInfo
 from dataplane.model.redact import redacted, unpinned
 from dataplane.plan.manifest import Manifest
-from dataplane.plan.shards import named
 from dataplane.rpc.messages import DatasetSource
 from dataplane.rpc.sharing import NodeWork
 from dataplane.store.connect import Stores, connect
@@ -111,7 +111,7 @@ class LongWork:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.what, self.urls = what, frozenset(urls)
-        self._dataset, self._unit = redacted(named(urls)), unit
+        self._dataset, self._unit = redacted(some_of(urls)), unit
         self._advice, self._clock = advice, clock
         self._began = clock()
         self._next = self._began + _LINES_S
@@ -358,7 +358,8 @@ def choose_shards(
         listed = [shard for shard in listed if shard.url not in folders]
         if not listed:
             raise ShardNotFound(
-                f"there is no object, only empty folders: {_some([s.url for s in given])}",
+                "there is no object, only empty folders: "
+                + some_of([s.url for s in given], _NAMES_SHOWN),
                 shard=names[0],
             )
     if asked is not None:
@@ -376,8 +377,8 @@ def choose_shards(
             "files have others"
         )
         raise ConfigError(
-            f"none of the {len(listed)} objects has a suffix of shards ({_some(urls)}); the first "
-            f"one: {why}",
+            f"none of the {len(listed)} objects has a suffix of shards "
+            f"({some_of(urls, _NAMES_SHOWN)}); the first one: {why}",
             field="format",
             shard=urls[0],
         )
@@ -451,9 +452,9 @@ def _tell_of_besides(left_out: Mapping[str, str], shards: Sequence[ObjectInfo]) 
     tables = [shard.url for shard in shards if images and _METADATA in shard.url]
     if tables:
         raise ConfigError(
-            f"{tables[0]} is a table of the images beside it ({_some(images)}): pass that file and "
-            'files="file_name", its column of paths, to read its rows with the images; or '
-            'format="files" to read the images alone',
+            f"{tables[0]} is a table of the images beside it ({some_of(images, _NAMES_SHOWN)}): "
+            'pass that file and files="file_name", its column of paths, to read its rows with the '
+            'images; or format="files" to read the images alone',
             field="format",
             shard=tables[0],
         )
@@ -487,7 +488,3 @@ def _chosen(
     named = [s for s, f in by_suffix() if is_chosen(s, f) or unpinned(s.url) in literal]
     # Many TFRecord shards have no suffix at all (train-00000-of-01024).
     return named or [s for s, f in by_suffix() if f is None] or list(listed)
-
-
-def _some(urls: Sequence[str]) -> str:
-    return f"{', '.join(urls[:_NAMES_SHOWN])}{', …' if len(urls) > _NAMES_SHOWN else ''}"

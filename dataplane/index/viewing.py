@@ -14,6 +14,7 @@ import pyarrow as pa
 from msgspec import structs
 
 from dataplane.base.suffixes import TABLE_PREFIXES
+from dataplane.base.units import some_of
 from dataplane.formats.folders import (
     checked_sizes,
     folder_columns,
@@ -35,7 +36,7 @@ from dataplane.model.records import View
 from dataplane.plan.columns import NEVER, NullCounts
 from dataplane.plan.manifest import Int64, Manifest
 from dataplane.plan.packed_blocks import NUMBERS, known_counts
-from dataplane.plan.shards import LEFT_OUT, named
+from dataplane.plan.shards import LEFT_OUT
 from dataplane.plan.views import check_shares, limited, rows_only
 from dataplane.store.layouts import series_together
 from dataplane.store.tables import OpenTable
@@ -114,7 +115,7 @@ def viewed(
         counts = limited(_counts(manifest, view, connect, config, progress), view.limit)
     if not counts.any():
         raise ConfigError(
-            f"none of the {manifest.sample_count} rows of {named(manifest.urls)} is left by"
+            f"none of the {manifest.sample_count} rows of {some_of(manifest.urls)} is left by"
             f" {_told(view)}: ask for others",
             field="where" if view.where else "view",
         )
@@ -255,15 +256,15 @@ def said_of_folders(manifest: Manifest) -> str:
     if together is None:
         return ""
     folder, series = together
-    shown = ", ".join(
+    every = [
         f"{folder}{start}* ({count} shard{'s' if count > 1 else ''})"
-        for start, count in list(series.items())[:_SERIES_SHOWN]
-    )
-    more = f" and {len(series) - _SERIES_SHOWN} more" if len(series) > _SERIES_SHOWN else ""
+        for start, count in series.items()
+    ]
     return (
-        f"{len(series)} series of shards in one folder are read as one dataset: {shown}{more}. On "
-        "the Hugging Face Hub, they are splits of their own: pass the pattern of the one that you "
-        "want, or a list with the patterns of all that you want together"
+        f"{len(series)} series of shards in one folder are read as one dataset: "
+        f"{some_of(every, _SERIES_SHOWN)}. On the Hugging Face Hub, they are splits of their own: "
+        "pass the pattern of the one that you want, or a list with the patterns of all that you "
+        "want together"
     )
 
 

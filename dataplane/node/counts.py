@@ -28,6 +28,7 @@ from msgspec.structs import asdict, replace
 from dataplane.arena.slab_layout import TEXTS, texts
 from dataplane.base import background
 from dataplane.base.trace import Trace
+from dataplane.base.units import some_of
 from dataplane.index.indexing import LongWork
 from dataplane.index.journal import SealedFiles, digest
 from dataplane.index.viewing import counted_packs, kept_packs, pack_files
@@ -42,7 +43,6 @@ from dataplane.plan.order import Order
 from dataplane.plan.orders import order_of
 from dataplane.plan.packed_blocks import NUMBERS, counts_name, made, packed, packing_in
 from dataplane.plan.packs import Int64, Packing
-from dataplane.plan.shards import named
 from dataplane.rpc.codec import decode
 from dataplane.rpc.messages import Column, Layout, Slab
 from dataplane.transforms.codes import coded_columns, distinct_in
@@ -509,7 +509,7 @@ def _no_samples(manifest: Manifest, view: View, packing: Packing) -> ConfigError
     if pack is None:
         return ConfigError(
             f"map={view.map!r} makes no rows of the {manifest.sample_count} rows of "
-            f"{named(manifest.urls)}: let it return some",
+            f"{some_of(manifest.urls)}: let it return some",
             field="map",
         )
     if not packing.tokens:
@@ -519,8 +519,8 @@ def _no_samples(manifest: Manifest, view: View, packing: Packing) -> ConfigError
     else:
         advice = "choose a shorter length, or make blocks larger"
     return ConfigError(
-        f"the {manifest.sample_count} rows of {named(manifest.urls)} have {packing.tokens} tokens "
-        f"in column {pack.column!r}, which fill no pack of {pack.length}: {advice}",
+        f"the {manifest.sample_count} rows of {some_of(manifest.urls)} have {packing.tokens} "
+        f"tokens in column {pack.column!r}, which fill no pack of {pack.length}: {advice}",
         field="pack",
     )
 

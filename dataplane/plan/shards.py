@@ -17,6 +17,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from dataplane.base.units import some_of
 from dataplane.model.errors import ConfigError
 from dataplane.model.records import ObjectInfo, Region
 from dataplane.plan.texts import Bools, Int64, Texts, fixed
@@ -24,8 +25,6 @@ from dataplane.plan.texts import Bools, Int64, Texts, fixed
 # -- shard -------------------------------------------------------------------------------------
 #
 # One shard: as indexing reports it, and as the manifest stores it.
-
-_URLS_SHOWN = 10
 
 
 class BlockExtent(Protocol):
@@ -90,15 +89,9 @@ def block_table(shard: IndexedShard) -> NDArray[np.int64]:
 def no_samples(urls: Sequence[str]) -> ConfigError:
     """Return the error for a dataset whose shards are valid but have no samples."""
     return ConfigError(
-        f"the dataset has no samples: no rows in {named(urls)}. Add shards that have rows",
+        f"the dataset has no samples: no rows in {some_of(urls)}. Add shards that have rows",
         field="samples",
     )
-
-
-def named(urls: Sequence[str]) -> str:
-    """Return the first of these urls, and how many more there are, for an error."""
-    more = len(urls) - _URLS_SHOWN
-    return ", ".join(urls[:_URLS_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def check_shard(shard: Shard) -> None:

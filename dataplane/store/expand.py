@@ -12,6 +12,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TypeVar
 
+from dataplane.base.units import some_of
 from dataplane.model.errors import ConfigError, ShardNotFound
 from dataplane.model.records import ObjectInfo
 from dataplane.model.redact import hub_parts, is_commit
@@ -206,9 +207,10 @@ def _named(url: str, stores: Connect) -> _Found:
     if inside is not None:
         return inside
     if below:
+        shown = [info.url for info in below]
         raise ShardNotFound(
             f"all {len(below)} objects below {folder} are hidden (names begin with a dot or "
-            f"underscore): {_some(below)}. A pattern such as {folder}_* names them",
+            f"underscore): {some_of(shown, _NAMES_SHOWN)}. A pattern such as {folder}_* names them",
             shard=url,
         )
     path = local_path(url)
@@ -316,11 +318,6 @@ def _without_files(folder: Path) -> str:
     if not names:
         return "is an empty folder: pass one that has shards, or check that they were written"
     return f"has folders ({', '.join(names)}, …), but there is no file in any of them"
-
-
-def _some(infos: Sequence[ObjectInfo]) -> str:
-    shown = ", ".join(info.url for info in infos[:_NAMES_SHOWN])
-    return shown if len(infos) <= _NAMES_SHOWN else f"{shown}, …"
 
 
 def _can_be_folder(url: str) -> bool:

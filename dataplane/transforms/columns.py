@@ -17,7 +17,7 @@ import pyarrow as pa
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from dataplane.base.units import meant
+from dataplane.base.units import meant, some_of
 from dataplane.formats.unsupported import refusal, unsupported_mark, unsupported_type
 from dataplane.model.errors import ConfigError
 from dataplane.model.records import ColumnOptions, ColumnSpec, Kind
@@ -212,9 +212,7 @@ def _named(names: Sequence[str], leaves: Sequence[Leaf]) -> list[Leaf]:
 
 def shown(names: Iterable[str]) -> str:
     """Join names for an error message; only the first ones if there are many."""
-    every = list(names)
-    more = len(every) - _NAMES_SHOWN
-    return ", ".join(every[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    return some_of(list(names), _NAMES_SHOWN)
 
 
 def _twins(names: Sequence[str]) -> list[str]:

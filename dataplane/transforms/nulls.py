@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from msgspec import Struct
 
-from dataplane.base.units import meant
+from dataplane.base.units import meant, some_of
 from dataplane.model.errors import ConfigError
 from dataplane.model.records import ColumnOptions, ColumnSpec, Kind
 from dataplane.plan.columns import NullCounts
@@ -153,9 +153,8 @@ class NullsFound:
         refused = self._refused
         if not refused:
             return
-        columns = [f"{s.name!r} ({s.dtype}{where})" for s, where in refused[:_COLUMNS_SHOWN]]
-        more = len(refused) - len(columns)
-        listed = ", ".join(columns) + (f" and {more} more" if more else "")
+        columns = [f"{s.name!r} ({s.dtype}{where})" for s, where in refused]
+        listed = some_of(columns, _COLUMNS_SHOWN)
         what = "column" if len(refused) == 1 else f"{len(refused)} columns:"
         where, masks = "in", '; add nulls="mask" to mark rows that were null'
         if marks_nulls(self._options):
