@@ -5,7 +5,7 @@ from fractions import Fraction
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 
 from dataplane.model.errors import ConfigError
 from dataplane.model.records import Exhausted, ShareChange
@@ -119,6 +119,24 @@ def test_positions_of_finds_every_position_of_a_row_and_no_other(drawn, shuffle)
     for block, row in {*zip(blocks.tolist()[:20], rows.tolist()[:20], strict=True)}:
         expected = np.flatnonzero((blocks == block) & (rows == row))
         assert np.array_equal(order.positions_of(block, row), expected)
+
+
+@example(
+    (Mixed((7, 5), quantised([3, 1]), (1, 1), 4, Exhausted.RENORMALISE, 0, 1, 8), [[7], [5]], 0, ())
+)
+@given(mixtures())
+def test_the_reads_before_a_position_are_of_all_rows_before_it_and_of_no_other(drawn):
+    order = order_of(*drawn)
+    starts = np.cumsum([0, *map(len, drawn[1])]).tolist()
+    rows = np.stack(order.locate(everything(order)), axis=1).tolist()
+    for cursor in {0, 1, *range(2, len(rows), len(rows) // 8 + 1), len(rows) - 1, len(rows)}:
+        found = set()
+        for start, passes in zip(starts, order.read_before(cursor), strict=False):
+            for read in passes:
+                at = np.concatenate([np.arange(read.begin, read.end), read.others])
+                blocks, places = read.order.locate(at)
+                found |= set(zip((blocks + start).tolist(), places.tolist(), strict=True))
+        assert found == set(map(tuple, rows[:cursor]))
 
 
 @given(mixtures())

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -10,11 +12,23 @@ from dataplane.model.changes import EpochSteps
 from dataplane.model.config import JobSpec, MixtureSpec, SourceSpec
 from dataplane.model.errors import ConfigError
 from dataplane.model.records import End, PackPolicy, PackSpec, View
+from dataplane.plan.cluster import Cluster
 from dataplane.plan.order import Order
 from dataplane.plan.slices import Slice
 
 modest = settings(max_examples=80)
 ends = st.sampled_from(End)
+
+
+@pytest.mark.parametrize("ranks_per_host", range(1, 5))
+def test_the_hosts_of_some_lanes_are_those_with_a_rank_that_reads_one_of_them(ranks_per_host):
+    for dp_size, lanes in itertools.product(range(1, 9), (1, 2, 3, 4, 6, 8)):
+        cluster = Cluster(dp_size, ranks_per_host)
+        meeting = cluster.meeting(lanes)
+        for first, count in itertools.product(range(lanes), repeat=2):
+            read = {lane % meeting for lane in range(first, first + count + 1)}
+            hosts = {rank // ranks_per_host for rank in range(dp_size) if rank % meeting in read}
+            assert cluster.hosts_of(first, count, lanes) == len(hosts)
 
 
 @st.composite
