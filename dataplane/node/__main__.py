@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from dataplane.rpc.messages import DatasetSource
 
 _DORMANT_LINGERS, _DORMANT_S_MIN = 30, 1.0
-_LOOK_S, _SWITCH_S = 0.5, 0.0005
+_LOOK_S = 0.5
 _REFUSED = 2
 
 
@@ -137,8 +137,6 @@ def _begun(opening: DatasetSource | None) -> tuple[NodeConfig, EarlyOpening | No
     from dataplane.node.manifests import EarlyOpening
     from dataplane.settings import default_node_config
 
-    # Let that thread have the interpreter soon, although this thread needs it all the time.
-    sys.setswitchinterval(_SWITCH_S)
     raise_descriptor_limit()
     config = structs.replace(default_node_config(), embedded=True)
     configure(config.log_level, config.log_format)
