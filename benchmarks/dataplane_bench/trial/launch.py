@@ -464,6 +464,8 @@ def _steady(trial: _Trial, case: BenchCase, workload: Workload, timing: Timing) 
 
 def _pass(trial: _Trial, case: BenchCase, timing: Timing) -> dict[str, Any]:
     """The first batch; or an epoch, after those before it."""
+    if case.cold:
+        processes.provide_memory()
     before, first = trial.spent(), {}
     trial.open()
     if case.epoch:
