@@ -1,4 +1,5 @@
-"""The machine of a benchmark: its facts, its load, which cores loaders use, and where files lie.
+"""The machine of a benchmark: its facts, load and free memory, which cores loaders use, and where
+files lie.
 
 An S3 server that shares cores with the loaders slows them down as no server elsewhere would. So it
 gets cores of its own where the machine has enough of them. Its CPU time is reported apart.
@@ -7,6 +8,7 @@ gets cores of its own where the machine has enough of them. Its CPU time is repo
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import platform
 from collections.abc import Iterator, Sequence
@@ -21,6 +23,7 @@ from dataplane.base.machine import this_machine
 from dataplane_bench.trial import watch
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_PROVIDED_BYTES_MAX = 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,23 @@ def machine_facts(folder: Path) -> dict[str, Any]:
         "python": platform.python_version(),
         "storage": _file_system(folder),
     }
+
+
+def provide_memory() -> None:
+    """Touch free memory, up to 4 GiB, and release it.
+
+    The host of a virtual machine may take back free memory, and takes up to ten times as long as a
+    page fault of a real machine to provide it again. That belongs to no loader.
+    """
+    block, free_bytes = bytes(1 << 20), psutil.virtual_memory().free // 2
+    size_bytes = min(free_bytes, this_machine().memory_bytes // 4, _PROVIDED_BYTES_MAX)
+    if size_bytes < len(block):
+        return
+    with mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        for at in range(0, size_bytes - len(block), len(block)):
+            memory[at : at + len(block)] = block
 
 
 def _cpu_name() -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import mmap
 import os
 import shutil
 import signal
@@ -23,11 +22,8 @@ from typing import Any
 
 import psutil
 
-from dataplane.base.machine import this_machine
-
 POLL_S = 0.05
 _TAIL_BYTES = 3000
-_PROVIDED_BYTES_MAX = 4 << 30
 _PR_SET_PDEATHSIG = 1
 _READY = "ready: "
 _pause = threading.Event()
@@ -69,23 +65,6 @@ def wait_until(
         if time.monotonic() > deadline:
             raise ProcessEnded(f"not ready within {timeout_s:g} s; its last words:\n{tail(log)}")
         pause(POLL_S)
-
-
-def provide_memory() -> None:
-    """Touch free memory, up to 4 GiB, and release it.
-
-    The host of a virtual machine may take back free memory, and takes up to ten times as long as a
-    page fault of a real machine to provide it again. That belongs to no loader.
-    """
-    block, free_bytes = bytes(1 << 20), psutil.virtual_memory().free // 2
-    size_bytes = min(free_bytes, this_machine().memory_bytes // 4, _PROVIDED_BYTES_MAX)
-    if size_bytes < len(block):
-        return
-    with mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        for at in range(0, size_bytes - len(block), len(block)):
-            memory[at : at + len(block)] = block
 
 
 def kill_family(process: subprocess.Popen[Any]) -> list[int]:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from dataplane.settings import OTHER_VARIABLES, SETTINGS
-from dataplane_bench import processes
+from dataplane_bench import machine, processes
 from dataplane_bench.model import (
     BenchCase,
     DatasetPlace,
@@ -465,7 +465,7 @@ def _steady(trial: _Trial, case: BenchCase, workload: Workload, timing: Timing) 
 def _pass(trial: _Trial, case: BenchCase, timing: Timing) -> dict[str, Any]:
     """The first batch; or an epoch, after those before it."""
     if case.cold:
-        processes.provide_memory()
+        machine.provide_memory()
     before, first = trial.spent(), {}
     trial.open()
     if case.epoch:
