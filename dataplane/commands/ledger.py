@@ -21,6 +21,7 @@ import click
 import msgspec
 
 from dataplane.base.trace import printable
+from dataplane.base.units import some_of
 from dataplane.commands import output
 from dataplane.commands.options import (
     CLIENT_SETTINGS,
@@ -63,7 +64,7 @@ if TYPE_CHECKING:
 
 # -- changes -----------------------------------------------------------------------------------
 
-_PAUSE_S, _SILENT_S, _AWAY_S, _NAMED_MAX = 0.25, 5.0, 60.0, 8
+_PAUSE_S, _SILENT_S, _AWAY_S = 0.25, 5.0, 60.0
 
 
 def changed(settings: Settings, request: ChangeRequest) -> tuple[LedgerEntry, ChangeResponse]:
@@ -85,7 +86,7 @@ async def decided(
         awaited = answer.awaited_ranks
         if awaited != shown and time.monotonic() - since >= _SILENT_S:
             shown = awaited
-            named = ", ".join(map(str, awaited[:_NAMED_MAX])) + ", …" * (len(awaited) > _NAMED_MAX)
+            named = some_of([*map(str, awaited)])
             output.warn(
                 f"waiting up to a minute for {output.counted(len(awaited), 'rank')} ({named}):"
                 " not begun to read, or without an answer from the node"
