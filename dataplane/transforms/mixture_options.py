@@ -332,9 +332,9 @@ def _column(given: object) -> str:
 
 
 def _count(field: str, given: object, most: int, whose: str = "") -> int:
-    return 0 if given is None else whole_from(
-        field, given, 1, most, f"{whose}{field}={given!r:.80}"
-    )  # fmt: skip
+    if given is None:
+        return 0
+    return whole_from(field, given, 1, most, f"{whose}{field}={given!r:.80}")
 
 
 def _counted(length: object, unit: MixUnit) -> object:
