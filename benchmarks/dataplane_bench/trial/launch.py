@@ -464,7 +464,7 @@ def _steady(trial: _Trial, case: BenchCase, workload: Workload, timing: Timing) 
 
 def _pass(trial: _Trial, case: BenchCase, timing: Timing) -> dict[str, Any]:
     """The first batch; or an epoch, after those before it."""
-    if case.cold:
+    if case.cold and case.mode is Mode.EPOCH:
         machine.provide_memory()
     before, first = trial.spent(), {}
     trial.open()
