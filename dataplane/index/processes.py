@@ -35,7 +35,7 @@ from dataplane.index.indexer_process import IndexerEnded, IndexerProcess, Order
 from dataplane.index.run import StoredShard
 from dataplane.model.config import NodeConfig
 from dataplane.model.errors import StoreError
-from dataplane.model.records import ObjectInfo, Region
+from dataplane.model.records import ObjectInfo
 from dataplane.plan.manifest import Int64
 from dataplane.rpc import fetches, tasks
 from dataplane.store.outage import Pauses
@@ -166,16 +166,14 @@ class IndexProcesses:
 
     def _index(self, format_: Format, shard: StoredShard, *, is_local: bool) -> ShardIndex:
         # Start reading the first parts now, while the worker starts: this saves one or two round
-        # trips. This thread reads one of them itself: while the node starts, each new thread waits.
+        # trips.
         places = () if is_local else first_reads(format_, shard.size_bytes)
         parts = [
             (place.offset, self._reads.submit(shard.read, place.offset, place.length))
-            for place in places[1:]
+            for place in places
         ]
 
         def order() -> tasks.IndexShard:
-            if len(parts) < len(places):
-                parts.insert(0, (places[0].offset, _read_here(shard, places[0])))
             return _order(format_, shard.listed, parts, is_local=is_local)
 
         answer = self._answer(order, shard, "indexing it", shard.size_bytes)
@@ -249,12 +247,6 @@ def _locally_first(shard: StoredShard, asked: Callable[..., Answer]) -> Answer:
             raise
     # The file server is unreachable: let the node's own store read, which waits for it.
     return asked(is_local=False)
-
-
-def _read_here(shard: StoredShard, place: Region) -> Future[Buffer]:
-    done: Future[Buffer] = Future()
-    done.set_result(shard.read(place.offset, place.length))
-    return done
 
 
 def _order(
