@@ -90,6 +90,8 @@ class DeliveryArena(Struct, eq=False):
     """How many rows may be replaced since they cannot be read; None if no limit applies."""
     meter: JobMeter | None = None
     """Counts of the job, if the slabs are for trainers of this node."""
+    readers: int = 0
+    """How many of its users have not closed the job; `ReplacedRows` counts."""
 
     def count_sources(self, plan: Plan) -> None:
         """Count the samples that a slab has of each source of a mixture."""
@@ -276,18 +278,19 @@ class _Counted(Struct, eq=False):
 
 
 class ReplacedRows:
-    """The replaced rows of one node's jobs. Rows are counted until a launch has closed its job on
-    this node. Those that the coordinator has not received are kept for longer.
+    """The replaced rows of one node's jobs. They count until all readers of a launch have closed
+    its job; slabs may become ready later. Rows that the coordinator has not received are kept.
     """
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
-        self._counted: OrderedDict[_Launch, _Counted] = OrderedDict()
+        self._counted: dict[_Launch, _Counted] = {}
         self._untold: OrderedDict[str, dict[_RowName, ReplacedRow]] = OrderedDict()
         self._of_all_nodes: dict[str, int] = {}
 
-    def note_left_out(self, delivery: DeliveryArena) -> None:
-        """Note the shards that are left out since they cannot be indexed, each as its first row."""
+    def begin(self, delivery: DeliveryArena) -> None:
+        """Count rows for one more reader, and note shards that are left out, as their first row."""
+        delivery.readers += 1
         for dataset in delivery.datasets:
             for shard, why in left_out(dataset.manifest).items():
                 url = redacted(unsigned(dataset.manifest.shards.urls[shard]))[:_TEXT_MAX]
@@ -299,11 +302,15 @@ class ReplacedRows:
         launches = (rows for (job, _), rows in self._counted.items() if job == job_id)
         return sum(len(rows.names) for rows in launches)
 
-    def forget(self, delivery: DeliveryArena) -> None:
-        """Forget the counted rows of a launch that has closed its job: a row may be repaired before
-        the job is opened again.
+    def end(self, delivery: DeliveryArena, others: Iterable[DeliveryArena]) -> None:
+        """Note that a reader has closed its job. Forget the rows if all readers of the launch have,
+        also those of `others`: a row may be repaired before the job is opened again.
         """
-        self._counted.pop((delivery.job_id, delivery.launch), None)
+        delivery.readers -= 1
+        launch = delivery.job_id, delivery.launch
+        if any(one.readers and (one.job_id, one.launch) == launch for one in (delivery, *others)):
+            return
+        self._counted.pop(launch, None)
         self._of_all_nodes.pop(delivery.job_id, None)
 
     def checked(self, delivery: DeliveryArena, result: tasks.ResultBody) -> tasks.ResultBody:
@@ -314,10 +321,9 @@ class ReplacedRows:
         if delivery.is_for_nodes:
             return result
         if isinstance(result, tasks.Assembled) and result.replaced:
-            for row in result.replaced if delivery.job_id else ():
-                url, reason = redacted(unsigned(row.url)), row.reason
-                short = replace(row, url=url[:_TEXT_MAX], reason=reason[:_TEXT_MAX])
-                self._note(delivery, short)
+            for row in result.replaced if delivery.readers else ():
+                url, reason = redacted(unsigned(row.url))[:_TEXT_MAX], row.reason[:_TEXT_MAX]
+                self._note(delivery, replace(row, url=url, reason=reason))
             result = replace(result, replaced=())
         return self._excess(delivery) or result
 
@@ -361,10 +367,7 @@ class ReplacedRows:
                 self._untold.pop(progress.job_id, None)
 
     def _note(self, delivery: DeliveryArena, row: ReplacedRow) -> None:
-        job_id, key = delivery.job_id, (delivery.job_id, delivery.launch)
-        counted = self._counted.setdefault(key, _Counted())
-        if len(self._counted) > _JOBS_MAX:
-            self._counted.popitem(last=False)
+        counted = self._counted.setdefault((delivery.job_id, delivery.launch), _Counted())
         known, name = counted.names, (row.url, row.row)
         if name in known or len(known) >= max(ROWS_MAX, 1 + (delivery.bad_limit or 0)):
             return
@@ -372,21 +375,21 @@ class ReplacedRows:
         reason = (row.url, row.reason)
         if reason in counted.first or len(counted.first) < _LISTED:
             counted.first.setdefault(reason, []).append(row.row)
-        untold = self._untold.setdefault(job_id, {})
+        untold = self._untold.setdefault(delivery.job_id, {})
         if len(self._untold) > _JOBS_MAX:
             self._untold.popitem(last=False)
         if len(untold) < _UNTOLD_MAX:
             untold[name] = row
         if len(known) > ROWS_MAX:
             return
-        block = (row.url, row.reason) if BY_BLOCK in row.reason else None
+        block = reason if BY_BLOCK in row.reason else None
         if block in counted.blocks:
             return
         counted.blocks.update([block] if block else [])
         last = "; further rows are not told" if len(known) == ROWS_MAX else ""
         self._trace.failed(
-            "block replaced" if block else "row replaced", job=job_id, shard=row.url, row=row.row,
-            instead=row.instead, why=row.reason + last,
+            "block replaced" if block else "row replaced", job=delivery.job_id, shard=row.url,
+            row=row.row, instead=row.instead, why=row.reason + last,
         )  # fmt: skip
 
 

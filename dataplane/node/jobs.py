@@ -211,6 +211,7 @@ class Jobs:
             self.places.leave(request.job_id, request.member_id, lost=False)
             raise
         delivery.users += 1
+        self._engine.replaced.begin(delivery)
         self.tables.joined(joined.nodes)
         release = partial(self._release, delivery)
         following = Following(midway, spec.global_batch, release, follows=request.follows)
@@ -260,6 +261,7 @@ class Jobs:
         if member.closed:
             return
         member.closed = True
+        self._engine.replaced.end(member.delivery, self._deliveries.values())
         if not any(other.job_id == member.job_id for other in self.members.values()):
             self.tables.forget(member.job_id)
         self.streams.close_all(member)
@@ -276,9 +278,6 @@ class Jobs:
         if delivery.users == 0:
             self._deliveries = {k: d for k, d in self._deliveries.items() if d is not delivery}
             self.opener.close_delivery(delivery)
-            kept = {(other.job_id, other.launch) for other in self._deliveries.values()}
-            if (delivery.job_id, delivery.launch) not in kept:
-                self._engine.replaced.forget(delivery)
 
     def forget_manifest(self, job_id: str) -> None:
         """Forget a job's manifest when its last rank has closed it, so that the next rank lists the
@@ -370,7 +369,6 @@ class Jobs:
             )
             self._deliveries[key] = delivery
             self.opener.open_delivery(delivery)
-            self._engine.replaced.note_left_out(delivery)
         return delivery
 
 
