@@ -478,10 +478,11 @@ class _Looks(enum.Enum):
     TEXT = enum.auto()
 
 
-def listed(dataset: Any) -> Any:
+def listed(dataset: Any, *, for_urls: bool = True) -> Any:
     """Convert a collection or an iterator of paths to a list: arrays and tuples of configurations,
     `Path.glob()`, keys of a dict. A set is sorted. Anything else is returned unchanged, and read
-    only up to the first member that is no path: reading a sample may take long.
+    only up to the first member that is no path: reading a sample may take long. Without arguments
+    `for_urls`, an empty sequence is a dataset without samples.
     """
     if not _may_hold_paths(dataset):
         return dataset
@@ -491,6 +492,8 @@ def listed(dataset: Any) -> Any:
             is_read = isinstance(dataset, Iterator)
             return itertools.chain(paths, [member], members) if is_read else dataset
         paths.append(str(member) if isinstance(member, str) else member)
+    if not (paths or for_urls) and hasattr(dataset, "__getitem__"):
+        return dataset
     return sorted(paths, key=os.fspath) if isinstance(dataset, AbstractSet) else paths
 
 
@@ -510,8 +513,8 @@ def _may_hold_paths(dataset: Any) -> bool:
 def names_shards(dataset: object, *, for_urls: bool, for_torch: bool) -> bool:
     """Return whether this is one url, a list of urls, or a mixture. `for_urls` and `for_torch` say
     that the user passed arguments that apply only to urls, or only to torch Datasets, which decides
-    what a list of strings is. Without either, all strings must look like shards: by suffix, scheme,
-    glob or folder.
+    what a list of strings or an empty list is. Without either, all strings must look like shards:
+    by suffix, scheme, glob or folder.
 
     Raises:  ConfigError: the list is empty, or its strings might be urls or samples.
     """
@@ -519,10 +522,11 @@ def names_shards(dataset: object, *, for_urls: bool, for_torch: bool) -> bool:
         return True
     if not isinstance(dataset, list | tuple):
         return False
-    if not dataset:
+    if not dataset and (for_urls or not for_torch):
         raise ConfigError(
             f"the dataset is {dataset!r}: there is nothing to load. If it comes from a glob that "
-            "matched nothing, pass the pattern itself: the error will then name it",
+            "matched nothing, pass the pattern itself: the error will then name it. If it is a list"
+            " of samples, pass collate_fn, or a Dataset that wraps the list",
             field="dataset",
         )
     if not all(isinstance(member, str | os.PathLike) for member in dataset):

@@ -439,7 +439,7 @@ class DataLoader(LoaderBase[_T_co]):
         # Only an iterator of samples must be listed: torch needs a length.
         is_samples = for_torch and not for_urls and not isinstance(given.urls, Iterator)
         is_samples |= isinstance(given.urls, Dataset)
-        urls = given.urls if is_samples else listed(given.urls)
+        urls = given.urls if is_samples else listed(given.urls, for_urls=for_urls)
         is_urls = names_shards(urls, for_urls=for_urls, for_torch=for_torch)
         if is_urls or isinstance(given.urls, Iterator):
             given = replace(given, urls=urls)

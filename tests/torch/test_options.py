@@ -320,13 +320,37 @@ def test_arguments_of_urls_make_paths_shards_and_refuse_those_of_torch(tmp_path)
 
 
 @pytest.mark.parametrize("empty", [[], ()])
-def test_an_empty_list_is_an_error_and_not_an_empty_run(empty):
-    with pytest.raises(ConfigError, match=r"nothing to load.*glob"):
-        DataLoader(empty)
-    with pytest.raises(ConfigError, match=r"nothing to load.*glob"):
-        DataLoader(empty, collate_fn=list)
+def test_an_empty_list_that_may_be_of_urls_is_an_error_and_not_an_empty_run(empty):
+    with pytest.raises(ConfigError, match=r"nothing to load.*glob.*pass collate_fn"):
+        DataLoader(empty, batch_size=4)
+    for of_torch in ({}, {"collate_fn": list}):
+        with pytest.raises(ConfigError, match=r"nothing to load.*glob"):
+            DataLoader(empty, columns=["x"], **of_torch)
     with pytest.raises(ConfigError, match="pass one url or a list of urls"):
         ShardedIterableDataset(empty)
+
+
+@pytest.mark.parametrize(
+    ("empty", "argument"),
+    [
+        ([], {"collate_fn": list}),
+        ((), {"num_workers": 2, "batch_size": None}),
+        (range(0), {}),
+        (range(0), {"drop_last": True, "batch_size": 4}),
+        (Configured(), {"batch_size": None}),
+        (np.array([], "U4"), {}),
+    ],
+)
+def test_an_empty_list_of_samples_is_an_empty_epoch_as_torchs_whose_state_works(empty, argument):
+    for loader in (torch.utils.data.DataLoader(empty, **argument), DataLoader(empty, **argument)):
+        assert (len(loader), list(loader), list(loader)) == (0, [], [])
+    with DataLoader(empty, **argument) as resumed:
+        resumed.load_state_dict(loader.state_dict())
+        assert list(resumed) == []
+    with pytest.raises(ConfigError, match=r"0 samples.*3|3 samples.*0"):
+        DataLoader([1, 2, 3], **argument).load_state_dict(loader.state_dict())
+    with pytest.raises(ConfigError, match="nothing to load"):
+        DataLoader(empty, seed=1)
 
 
 def test_a_dataset_where_urls_are_expected_says_where_it_goes():

@@ -274,6 +274,7 @@ MAPS: dict[str, Make] = {
     "both": lambda: {"dataset": ConcatDataset([range(3), [7, 8]])},
     "beside": lambda: {"dataset": StackDataset(a=range(4), b=torch.ones(4))},
     "empty": lambda: {"dataset": Of(int, 0)},
+    "an empty range": lambda: {"dataset": range(0)},
     "ordered": lambda: {"dataset": Of(lambda i: OrderedDict(b=i, a=torch.ones(i % 1 + 2)))},
     "defaults": lambda: {"dataset": Of(lambda i: defaultdict(list, {"x": i}))},
     "a set of texts": lambda: {"dataset": Of(lambda i: (f"{i}", [b"x", "y"]))},
