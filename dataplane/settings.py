@@ -18,7 +18,7 @@ from msgspec import Struct, structs
 
 from dataplane.arena.slots import arena_bytes_min, slot_bytes_of
 from dataplane.base import trace, units
-from dataplane.base.machine import Machine, pwd_home, this_machine
+from dataplane.base.machine import Machine, may_create_in, pwd_home, this_machine
 from dataplane.base.units import FILE_OR_NONE, SWITCH, WORDS, Setting, Value, fixed, raise_to
 from dataplane.model.config import NodeConfig
 from dataplane.model.errors import BudgetTooSmall, ConfigError
@@ -160,12 +160,7 @@ def _folder(variable: str, below_home: str) -> Callable[[Machine, Mapping[str, s
     def default(machine: Machine, environ: Mapping[str, str]) -> str:
         if environ.get(variable):
             return str(Path(environ[variable], "dataplane").absolute())
-        home = environ.get("HOME") or pwd_home(machine.uid)
-        if not home:
-            raise ConfigError(
-                f"user {machine.uid} has no home folder for cached files; set HOME, {variable}, "
-                f"or DATAPLANE_CACHE_DIR and DATAPLANE_STATE_DIR"
-            )
+        home = environ.get("HOME") or pwd_home(machine.uid) or "/"  # as container runtimes set it
         return str(Path(home, below_home, "dataplane").absolute())
 
     return default
@@ -380,7 +375,8 @@ def find_file(
         candidates.append(Path(environ["XDG_CONFIG_HOME"], "dataplane", "config.toml"))
     elif environ.get("HOME"):
         candidates.append(Path(environ["HOME"], ".config", "dataplane", "config.toml"))
-    return next((read_file(path) for path in candidates if path.is_file()), None)
+    # Unlike `Path.is_file`, this is false in the home of another user.
+    return next((read_file(path) for path in candidates if os.path.isfile(path)), None)  # noqa: PTH113
 
 
 def read_file(path: Path) -> ConfigFile:
@@ -491,7 +487,8 @@ def node_config(settings: Mapping[str, Resolved]) -> NodeConfig:
 
 def default_node_config() -> NodeConfig:
     """Configure a node from the environment, the configuration file and this machine: the node that
-    a trainer without `service=` starts.
+    a trainer without `service=` starts. Its `cache_dir` is "" if the default one cannot be created:
+    a node can do without all that it keeps there, except blocks of `cache_bytes`.
 
     Raises:  ConfigError: a variable or the file is wrong; says which, and what is allowed.
     """
@@ -504,6 +501,10 @@ def default_node_config() -> NodeConfig:
             "and pass service=",
             field="worker_count",
         )
+    if settings["cache_dir"].source == "default" and not config.cache_bytes:
+        folder = config.cache_dir
+        if not (os.path.isdir(folder) or may_create_in(folder)):  # noqa: PTH112 - Path's may raise
+            config = structs.replace(config, cache_dir="")
     if settings["log_level"].source == "default":
         # An embedded node logs to the trainer's stderr, so it logs only lines on which the user can
         # act.

@@ -48,10 +48,10 @@ def _is_kept(source: str) -> bool:
     kept = cache_from_source(source)
     if os.path.exists(kept):  # noqa: PTH110
         return True
-    folder = os.path.dirname(kept)  # noqa: PTH120
-    while not os.path.exists(folder):  # noqa: PTH110
-        folder = os.path.dirname(folder)  # noqa: PTH120
-    return not sys.dont_write_bytecode and os.access(folder, os.W_OK)
+    # A node imports this module first, and other modules only after `keep_in`.
+    from dataplane.base.machine import may_create_in
+
+    return not sys.dont_write_bytecode and may_create_in(os.path.dirname(kept))  # noqa: PTH120
 
 
 def own_folder(cache_dir: str) -> str:

@@ -93,6 +93,13 @@ def pwd_home(uid: int) -> str:
         return ""
 
 
+def may_create_in(folder: str) -> bool:
+    """Return whether this process may create files in a folder, or the folder if it is missing."""
+    while not os.path.exists(folder):  # noqa: PTH110 - Path's raises in the home of another user
+        folder = os.path.dirname(folder)  # noqa: PTH120
+    return os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)  # noqa: PTH112
+
+
 def memory_limit(root: Path) -> int | None:
     """Return the bytes that the tightest cgroup around this process allows; None without a limit.
 

@@ -58,8 +58,8 @@ def own_session(request: OpenJob, settings: Settings, cache_dir: str = "") -> Se
         for resolved in settings.values()
         if resolved.source != "default"  # the node computes defaults itself
     ]
-    if cache_dir:
-        given.append(f"DATAPLANE_CACHE_DIR={cache_dir}")
+    # Always given, so that a node that cannot write there is an error: commands read its counts.
+    given.append(f"DATAPLANE_CACHE_DIR={cache_dir or settings['cache_dir'].value}")
     name = embedded_name(os.getuid(), VERSION, f"command {secrets.token_hex(16)}")
     node = Embedded(name, ("env", *given, "DATAPLANE_LINGER_S=100ms", *node_command()))
     return Session(node, request, open_timeout_s=_OPEN_TIMEOUT_S, warns=False)

@@ -331,9 +331,9 @@ class CountJournal:
     """
 
     def __init__(self, cache_dir: str, name: str) -> None:
-        folder = Path(cache_dir) / "counts" / name
-        self._views, self._logs = folder.parent, RunLogs(folder)
-        self._finished = SealedFiles(folder, ".counts", KEPT)
+        self._views = Path(cache_dir, "counts")
+        self._logs = RunLogs(self._views / name)
+        self._finished = SealedFiles(cache_dir, f"counts/{name}", ".counts", KEPT)
         self.close = self._logs.close
 
     def finished(self, fingerprint: str, block_count: int) -> Int64 | None:

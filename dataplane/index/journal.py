@@ -226,18 +226,25 @@ def _publish_named(path: Path, content: Buffer, mode: int = 0o600) -> None:
 
 class SealedFiles(Struct, frozen=True):
     """Files with a checksum in one folder below the cache folder. Of the files with this suffix,
-    the last `kept` stay.
+    the last `kept` stay. A cache folder of "" keeps none.
     """
 
-    folder: Path
+    cache_dir: str
+    below: str
     suffix: str
     kept: int = _FILES_KEPT
 
+    @property
+    def _folder(self) -> Path:
+        return Path(self.cache_dir, self.below)
+
     def _path(self, name: str) -> Path:
-        return self.folder / f"{name}{self.suffix}"
+        return self._folder / f"{name}{self.suffix}"
 
     def read(self, name: str) -> memoryview | None:
         """Return the content of a file; None if the file is missing or damaged."""
+        if not self.cache_dir:
+            return None
         path = self._path(name)
         try:
             return memoryview(unsealed(path.read_bytes(), str(path)))
@@ -252,10 +259,13 @@ class SealedFiles(Struct, frozen=True):
 
         Raises:  ConfigError: the cache folder cannot be used.
         """
-        with cache_faults(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not self.cache_dir:
+            return
+        folder = self._folder
+        with cache_faults(folder):
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             publish(self._path(name), sealed(body))
-            for old in sorted(self.folder.glob(f"*{self.suffix}"), key=written_at)[: -self.kept]:
+            for old in sorted(folder.glob(f"*{self.suffix}"), key=written_at)[: -self.kept]:
                 old.unlink(missing_ok=True)
 
     def remove(self, name: str) -> None:
@@ -263,7 +273,9 @@ class SealedFiles(Struct, frozen=True):
 
         Raises:  ConfigError: the cache folder cannot be used.
         """
-        with cache_faults(self.folder):
+        if not self.cache_dir:
+            return
+        with cache_faults(self._folder):
             self._path(name).unlink(missing_ok=True)
 
 

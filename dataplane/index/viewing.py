@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -308,7 +307,7 @@ def counted_packs(manifest: Manifest, name: str, cache_dir: str) -> Int64 | None
 
 def pack_files(cache_dir: str, suffix: str = ".counts") -> SealedFiles:
     """Return the files in which packs of blocks are kept."""
-    return SealedFiles(Path(cache_dir) / "packs", suffix)
+    return SealedFiles(cache_dir, "packs", suffix)
 
 
 def kept_packs(cache_dir: str, name: str, suffix: str = ".counts") -> Int64 | None:

@@ -133,13 +133,20 @@ def _begun(opening: DatasetSource | None) -> tuple[NodeConfig, EarlyOpening | No
     from msgspec import structs
 
     from dataplane.base.machine import raise_descriptor_limit
-    from dataplane.base.trace import configure
+    from dataplane.base.trace import Trace, configure
+    from dataplane.base.units import ways_to_set
     from dataplane.node.manifests import EarlyOpening
-    from dataplane.settings import default_node_config
+    from dataplane.settings import cache_dir, default_node_config
 
     raise_descriptor_limit()
     config = structs.replace(default_node_config(), embedded=True)
     configure(config.log_level, config.log_format)
+    if not config.cache_dir:
+        Trace("node").failed(
+            "the default cache folder cannot be created: each start indexes datasets again",
+            folder=cache_dir(),
+            advice=ways_to_set("cache_dir", "FOLDER"),
+        )
     return config, None if opening is None else EarlyOpening(config, opening)
 
 

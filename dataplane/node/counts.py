@@ -18,7 +18,6 @@ import contextlib
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -74,7 +73,7 @@ class CategoryReader:
     ) -> None:
         self._config, self._reads = config, reads
         self._passes = FoundOnce[Categories]("categories", remembered=0)
-        self._files = SealedFiles(Path(config.cache_dir) / "categories", ".values")
+        self._files = SealedFiles(config.cache_dir, "categories", ".values")
 
     async def of_job(
         self, manifest: Manifest, spec: JobSpec, check: Check, urls: Sequence[str] = ()

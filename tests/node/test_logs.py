@@ -22,6 +22,18 @@ from dataplane_torch import DataLoader
 with DataLoader(sys.argv[1], batch_size=4, name="pretrain") as loader:
     assert sum(len(batch["id"]) for batch in loader) == 40
 """
+# What a node keeps in its cache folder: an index, rows of a condition, values of codes, packs.
+CACHING = """
+import sys
+from dataplane_torch import DataLoader, Pack
+given = {"where": "id < 30", "columns": ["id"], "codes": ["id"]}
+with (
+    DataLoader(sys.argv[1], batch_size=4, **given) as loader,
+    DataLoader(sys.argv[1], batch_size=1, pack=Pack("tokens", 4)) as packs,
+):
+    assert sum(len(batch["id"]) for batch in loader) == 30
+    assert len(packs) == 20 == len(list(packs))
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -68,6 +80,30 @@ def train(url: str, tmp_path: Path, warm_torch: WarmPython) -> Callable[[], str]
 
 def test_an_embedded_node_logs_nothing_without_a_problem(train: Callable[[], str]) -> None:
     assert train() == ""
+
+
+def test_without_a_cache_folder_an_embedded_node_counts_and_indexes_all_and_warns_once(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_torch: WarmPython
+) -> None:
+    rows = [[at, at + 1] for at in range(40)]
+    pq.write_table(pa.table({"id": range(40), "tokens": rows}), url, row_group_size=10)
+    script, errors, home = tmp_path / "trainer.py", tmp_path / "errors", tmp_path / "home"
+    script.write_text(CACHING)
+    home.write_text("no folder")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.delenv("DATAPLANE_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    before = {*Path.cwd().iterdir()}
+    with errors.open("wb") as stderr:
+        process = warm_torch.run([str(script), url], os.environ, stderr.fileno())
+    process.stdin.close()
+    process.stdout.close()
+    status, said = process.wait(60), errors.read_text()
+    assert status == 0, said
+    assert said.count("default cache folder cannot be created") == 1
+    assert f"folder={home}/.cache/dataplane" in said
+    assert "DATAPLANE_CACHE_DIR=FOLDER" in said
+    assert {*Path.cwd().iterdir()} == before
 
 
 def test_an_embedded_node_logs_more_on_request(

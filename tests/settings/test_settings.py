@@ -147,12 +147,35 @@ def test_folders_follow_the_xdg_variables_and_then_home():
     assert xdg["cache_dir"].value == "/c/dataplane"
 
 
-def test_without_a_home_folder_the_error_says_what_to_set():
+def test_the_home_of_a_user_without_one_is_the_root_as_in_containers():
     machine = Machine(memory_bytes=1 << 30, cpu_count=1, uid=3_999_999_999)
-    with pytest.raises(ConfigError, match="DATAPLANE_CACHE_DIR"):
-        settings.resolve({}, {}, None, machine)
+    found = settings.resolve({}, {}, None, machine)
+    assert found["cache_dir"].value == "/.cache/dataplane"
+    assert found["state_dir"].value == "/.local/state/dataplane"
     folders = {"DATAPLANE_CACHE_DIR": "/c", "DATAPLANE_STATE_DIR": "/s"}
     assert settings.resolve({}, folders, None, machine)["cache_dir"].value == "/c"
+
+
+def test_a_home_that_cannot_be_looked_into_has_no_configuration_file():
+    assert settings.find_file(None, {"HOME": f"/{'x' * 300}"}) is None
+
+
+def test_a_trainers_node_does_without_a_default_cache_folder_that_cannot_be_created(
+    tmp_path, monkeypatch
+):
+    home = tmp_path / "home"
+    monkeypatch.setenv("HOME", str(home))
+    for name in ("XDG_CACHE_HOME", "DATAPLANE_CACHE_DIR", "DATAPLANE_CACHE_BYTES"):
+        monkeypatch.delenv(name, raising=False)
+    default = f"{home}/.cache/dataplane"
+    assert settings.default_node_config().cache_dir == default
+    home.write_text("no folder")
+    assert settings.default_node_config().cache_dir == ""
+    monkeypatch.setenv("DATAPLANE_CACHE_BYTES", "1MiB")  # blocks must be kept there
+    assert settings.default_node_config().cache_dir == default
+    monkeypatch.setenv("DATAPLANE_CACHE_DIR", default)
+    monkeypatch.delenv("DATAPLANE_CACHE_BYTES")
+    assert settings.default_node_config().cache_dir == default
 
 
 @pytest.mark.parametrize(
