@@ -226,6 +226,11 @@ def _refuse_twins(names: Sequence[str]) -> None:
         raise ConfigError(f"column {twins[0]!r} occurs twice; list each one once", field=twins[0])
 
 
+def _place(leaf: Leaf) -> str:
+    field = leaf.name.removeprefix(f"{leaf.top}.")
+    return f"field {field!r} of column {leaf.top!r}" if leaf.path else f"column {leaf.name!r}"
+
+
 def _refuse_unsupported(
     schema: pa.Schema, leaves: Sequence[Leaf], chosen: Sequence[Leaf], url: str
 ) -> None:
@@ -233,11 +238,15 @@ def _refuse_unsupported(
         field.name: mark for field in schema if field.metadata and (mark := unsupported_mark(field))
     }
     reasons |= {name: f"occurs twice ({name!r})" for name in _twins(schema.names)}
-    twins = set(_twins([leaf.name for leaf in leaves]))
+    twins: dict[str, list[str]] = {name: [] for name in _twins([leaf.name for leaf in leaves])}
+    for leaf in leaves if twins else ():
+        if leaf.name in twins:
+            twins[leaf.name].append(_place(leaf))
 
     def reason(leaf: Leaf) -> str:
         if leaf.name in twins:
-            return "occurs twice"
+            places = " and ".join(dict.fromkeys(twins[leaf.name]))
+            return f"occurs twice (as {places}: rename one of the two where the shards are written)"
         return reasons.get(leaf.top) or unsupported_type(leaf.type)
 
     if not reasons and not twins:

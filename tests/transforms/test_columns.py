@@ -136,8 +136,15 @@ def test_a_column_that_is_missing_or_named_twice_is_refused(
 def test_a_name_with_a_dot_that_means_two_columns_is_refused() -> None:
     schema = pa.schema([("a", pa.struct([("b", pa.int8())])), ("a.b", pa.int16())])
     for columns in ([], ["a.b"], ["a"]):
-        with pytest.raises(ConfigError, match=r"'a\.b' occurs twice"):
+        with pytest.raises(ConfigError, match=r"'a\.b' occurs twice") as caught:
             plan_columns(schema, ColumnOptions(tuple(columns)))
+        assert "(as field 'b' of column 'a' and column 'a.b': rename one" in str(caught.value)
+    inner = pa.struct([("c", pa.int8())])
+    schema = pa.schema([("a.b", inner), ("a", pa.struct([("b", inner)])), ("x", pa.int8())])
+    said = r"'c' of column 'a\.b' and field 'b\.c' of column 'a': .* others with columns=\[…\]: x"
+    with pytest.raises(ConfigError, match=said):
+        plan_columns(schema)
+    assert [spec.name for spec in plan_columns(schema, ColumnOptions(("x",))).specs] == ["x"]
 
 
 def test_two_columns_of_one_name_are_refused_however_many_columns_there_are() -> None:
