@@ -25,7 +25,7 @@ from dataplane.client.state import RowsDigest, RunState
 from dataplane.model.errors import ConfigError
 from dataplane.model.ledger import LedgerPosition
 from dataplane.model.records import MixHistory
-from dataplane.rpc.messages import JobOpened, OpenJob
+from dataplane.rpc.messages import JobOpened, OpenJob, WeightsChanged
 
 REPLAY = "replay_first_slab"
 """The name of the option, and the only key in the state of a run with this option."""
@@ -219,6 +219,22 @@ def _warn(state: RunState, session: Session, *, was_moved: bool) -> None:
             " go on with them, resume under the same name= at the same coordinator; after the next"
             " checkpoint this is not said again",
             stacklevel=5,
+        )
+
+
+def warn_of_replaced(was: WeightsChanged, session: Session, epoch: int, cursor: int) -> None:
+    """Warn of weights that set_weights() had set before a state was loaded at this later place, if
+    the state has others.
+    """
+    at, mix = (was.epoch, was.position), session.mix
+    is_kept = mix is not None and mix.until(*at)[-1].shares == was.mix.until(*at)[-1].shares
+    if session.request.topology.rank == 0 and not is_kept and at <= (epoch, cursor):
+        warnings.warn(
+            f"the weights that set_weights() had set from sample {was.position} of epoch"
+            f" {was.epoch} on are replaced by those of the loaded state (sample {cursor} of epoch"
+            f" {epoch}): if they are to apply from here on, call set_weights() after"
+            " load_state_dict()",
+            stacklevel=4,
         )
 
 

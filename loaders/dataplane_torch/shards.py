@@ -32,13 +32,13 @@ from dataplane.client.statistics import Statistics
 from dataplane.model.changes import TakenOut
 from dataplane.model.errors import ClosedError, ConfigError, DataplaneError
 from dataplane.model.ledger import Schedule
-from dataplane.rpc.messages import OpenJob
+from dataplane.rpc.messages import OpenJob, WeightsChanged
 from dataplane.transforms.mixture_options import MixStep, weights_of
 from dataplane_torch.arguments import Before, JobToOpen, before_of
 from dataplane_torch.device import Target
 from dataplane_torch.epoch_reader import EpochReader, check_process
 from dataplane_torch.options import brief
-from dataplane_torch.resume import REPLAY, chosen, entered, resumed, turned
+from dataplane_torch.resume import REPLAY, chosen, entered, resumed, turned, warn_of_replaced
 from dataplane_torch.schema import Schema, schema_of
 from dataplane_torch.sending import CopyStream
 from dataplane_torch.stages import StageToOpen, scheduled
@@ -138,6 +138,7 @@ class UrlJob:
         self._digested: EpochReader | None = None
         self._digest_from = 0
         self._weights_set = 0
+        self._changed: WeightsChanged | None = None  # by set_weights() since a state was loaded
 
     @property
     def _job(self) -> JobToOpen:
@@ -295,7 +296,7 @@ class UrlJob:
         found = changed(self._session, epoch, cursor, asked)
         self._job.check_weights(found, epoch, cursor, self._weights_set)
         self._weights_set += 1
-        self._session.mix = found.mix
+        self._session.mix, self._changed = found.mix, found
         if reader is not None and reader.epoch == epoch:
             reader.change(found.position if found.epoch == epoch else None)
         if found.epoch != epoch:
@@ -401,6 +402,9 @@ class UrlJob:
             change=change, before=before_of(before), lists=self._follows,
         )  # fmt: skip
         self._epoch, self._cursor = self._reached = place_of(self._session, state)
+        was, self._changed = self._changed, None
+        if was is not None:
+            warn_of_replaced(was, self._session, self._epoch, self._cursor)
         self._listed = self._epoch
         self._reader = self._digested = self._decoder = self._schema = None
         self._digest = state.digest or RowsDigest()

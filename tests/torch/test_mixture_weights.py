@@ -168,6 +168,38 @@ def test_a_resumed_run_keeps_weights_that_were_set(folder: Path) -> None:
         assert counts_of(rows_of(loader))[1] == pytest.approx(0.2 * 5760, abs=10)
 
 
+def test_weights_set_before_a_state_was_loaded_are_replaced_with_a_warning(folder: Path) -> None:
+    with DataLoader(mixed(folder), **OPTIONS) as loader:
+        start = saved(loader)
+        rows_of(loader, 12)
+        plain = saved(loader)
+        loader.set_weights(SECOND)
+        rows_of(loader, 12)  # of the next pass
+        changed = saved(loader)
+        loader.load_state_dict(plain)  # a rollback to before the change
+    replaced = pytest.warns(
+        UserWarning, match=r"had set from sample 0 of epoch 0 on .*sample 1152 of epoch 0\): if .*"
+        r" call set_weights\(\) after load_state_dict\(\)"
+    )  # fmt: skip
+    with DataLoader(mixed(folder), **OPTIONS) as loader:
+        loader.set_weights(SECOND)
+        with replaced:
+            loader.load_state_dict(plain)
+        assert saved(loader) == plain
+        loader.load_state_dict(plain)  # said once
+        for state in (start, {}):
+            loader.load_state_dict({})
+            loader.set_weights(SECOND)
+            with pytest.warns(UserWarning, match="sample 0 of epoch 0"):
+                loader.load_state_dict(state)
+    with DataLoader(mixed(folder), **OPTIONS) as loader:
+        loader.set_weights(FIRST)
+        loader.load_state_dict(plain)
+        loader.load_state_dict(changed)
+        loader.set_weights(THIRD)
+        loader.load_state_dict(changed)
+
+
 def test_an_epoch_may_become_longer_or_shorter(folder: Path) -> None:
     # Until the first of two sources has been read ten times.
     weights = {"web": 0.5, "code": 0.5}
