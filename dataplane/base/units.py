@@ -60,6 +60,16 @@ def some_of(names: Sequence[str], most: int = 10) -> str:
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
+def clipped(text: str, most: int) -> str:
+    """Return at most about `most` characters of a message: up to the end of a clause in the second
+    half, so that no advice is cut in the middle, or else of a word.
+    """
+    if len(text) <= most:
+        return text
+    clause = re.match(rf".{{{most // 2},{most}}}(?=[:;.] )", text)
+    return clause[0] if clause else (text[: most + 1].rpartition(" ")[0] or text[:most]) + " …"
+
+
 def show_bytes(value: Value) -> str:
     """Format a size: 4194304 -> "4 MiB"; a number that is not a multiple of 1024 stays in bytes."""
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):

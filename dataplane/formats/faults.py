@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pyarrow as pa
 
+from dataplane.base.units import clipped
 from dataplane.model.errors import CorruptShard, DataplaneError
 
 # The errors of pyarrow and Python for damaged bytes. Errors for lack of memory are left out, since
@@ -158,7 +159,7 @@ def bad_rows(
             middle = (first + stop) // 2
             todo += [(middle, stop), (first, middle)]
             continue
-        bad[first] = reason_of(error, error.nouns.get("shard"))[:REASON_MAX]
+        bad[first] = clipped(reason_of(error, error.nouns.get("shard")), REASON_MAX)
         is_most = len(bad) > max(MANY_MIN, count // MANY_SHARE) or len(bad) == count
         if is_block and is_most:
             raise fault

@@ -335,7 +335,7 @@ class ReplacedRows:
             return None
         first, total = counted.first, sum(map(rows_of, delivery.datasets))
         listed = "; ".join(
-            f"{url} {_numbers(rows)}: {reason:.160}" for (url, reason), rows in first.items()
+            f"{url} {_numbers(rows)}: {reason:.320}" for (url, reason), rows in first.items()
         )
         more = "" if len(counted.names) <= sum(map(len, first.values())) else " …"
         if count > len(counted.names):

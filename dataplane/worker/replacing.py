@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from dataplane.base.units import clipped
 from dataplane.model.changes import ReplacedRow
 from dataplane.model.errors import DataplaneError, FunctionError, ImageError
 from dataplane.model.joined import KEY
@@ -159,5 +160,6 @@ def _told(origin: Origin | None, row: int, instead: int, fault: DataplaneError) 
     key = fault.nouns.get("key")
     named = f"{KEY} {key!r}: {column}" if key else column
     return ReplacedRow(
-        origin.url, origin.shard, first + row, first + instead, f"{named}{reason}"[:_REASON_MAX]
-    )
+        origin.url, origin.shard, first + row, first + instead,
+        clipped(f"{named}{reason}", _REASON_MAX),
+    )  # fmt: skip

@@ -16,6 +16,7 @@ import pyarrow as pa
 from msgspec import Struct
 from msgspec.structs import replace
 
+from dataplane.base.units import clipped
 from dataplane.formats import folders
 from dataplane.formats.arrays import joined, take_rows
 from dataplane.formats.base import Format, RawBlock
@@ -200,7 +201,7 @@ def all_replaced(
     `other`.
     """
     place = "" if other.url == raw.url else f" of {other.url}"
-    said = f"{why:.{_WHY_MAX}}{BY_BLOCK}{other.index}{place}"
+    said = f"{clipped(why, _WHY_MAX)}{BY_BLOCK}{other.index}{place}"
     if raw.stored_rows:  # name the block: which of its rows are in the view is unknown
         said = f"block {raw.index}: {said}"
     return [

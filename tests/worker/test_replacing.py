@@ -210,3 +210,21 @@ def test_rows_of_each_type_take_the_place_of_others(array: pa.Array) -> None:
     assert taken.schema.field("x").type == array.type
     values = array.to_pylist()
     assert taken.column(0).to_pylist() == [values[2], values[0], values[0]]
+
+
+GONE = f"s3://b/{'x' * 60}: HTTP 404; it was there when the dataset was indexed"
+
+
+@pytest.mark.parametrize(
+    ("why", "shown"),
+    [
+        ("it is empty", "it is empty"),
+        (f"{GONE}: restore it, or pass on_bad=…, which reads other rows in its place", GONE),
+        (f"byte 4: {'more words ' * 30}", f"byte 4: {'more words ' * 13}…"),
+        ("y" * 400, "y" * 150 + " …"),
+    ],
+)
+def test_a_reason_is_cut_before_its_advice_or_at_a_word(why: str, shown: str) -> None:
+    bad, other = (tasks.RawBlockRef("s3://b/0", at, 1, NOWHERE, NOWHERE, 9) for at in range(2))
+    (row,) = salvaging.all_replaced(bad, other, [0], why)
+    assert row.row.reason == f"{shown}; replaced by a row of block 1"
