@@ -82,7 +82,9 @@ def is_written(kind: pa.DataType) -> bool:
 
 
 _DIGITS = r"^[+-]?[0-9]+$"
-_DECIMAL = r"^[+-]?([0-9]+[.]?[0-9]*|[.][0-9]+)([eE][+-]?[0-9]+)?$"
+_DECIMAL = (  # as Python's float() reads texts
+    r"^[+-]?(([0-9]+[.]?[0-9]*|[.][0-9]+)([eE][+-]?[0-9]+)?|(?i:nan|inf|infinity))$"
+)
 
 
 def read_written(array: pa.Array, target: pa.DataType, column: str, url: str) -> pa.Array:
@@ -105,8 +107,10 @@ def read_written(array: pa.Array, target: pa.DataType, column: str, url: str) ->
         made = pc.utf8_ltrim(digits, "+").cast(number)
         if pa.types.is_float16(target):
             made = _off_midpoints(made, digits)
-        if pa.types.is_floating(target) and pc.any(pc.is_inf(made)).as_py():
-            raise pa.ArrowInvalid("too large")
+        if pa.types.is_floating(target):
+            infinite = digits.filter(pc.is_inf(made))
+            if pc.any(pc.match_substring_regex(infinite, "[0-9]")).as_py():
+                raise pa.ArrowInvalid("too large")
         return made
 
     try:

@@ -446,3 +446,15 @@ def test_digits_that_are_nearer_to_the_value_after_the_largest_float16_are_refus
     for written in ("65520", "65520.00000000000000000001"):
         with pytest.raises(ConfigError, match="cannot hold"):
             read_written(pa.array([written]), pa.float16(), "x", URL)
+
+
+@pytest.mark.parametrize("target", [pa.float16(), pa.float32(), pa.float64()], ids=str)
+def test_texts_of_nan_and_infinity_become_floats_as_in_python(target: pa.DataType) -> None:
+    texts = ["nan", "NaN", "-nan", "+NAN", "inf", "-Inf", "+INF", "Infinity", "-infinity", "1.5"]
+    found = read_written(pa.array([*texts, None]), target, "x", URL).to_pylist()
+    assert comparable(found) == comparable([*map(float, texts), None])
+    for other in ("1e999", "nan1", "infinit", " nan", "NA", ""):
+        with pytest.raises(ConfigError, match=f"row 1 .* has {other!r} .*cannot hold"):
+            read_written(pa.array(["inf", other]), target, "x", URL)
+    with pytest.raises(ConfigError, match=r"'nan' .*int64 cannot hold"):
+        read_written(pa.array(["nan"]), pa.int64(), "x", URL)
