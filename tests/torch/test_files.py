@@ -469,7 +469,7 @@ def test_files_that_are_odd_but_sound_are_read(folder: Path) -> None:
 @pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
 def test_system_calls_grow_with_blocks_and_not_with_rows(tmp_path: Path) -> None:
     """A network file system answers each of them from afar. It has no device, as /dev/shm."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="dataplane-test-") as folder:
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="files-") as folder:
         folders = [Path(folder, form) for form in ("parquet", "arrow")]
         for place, shard in itertools.product(folders, range(3)):
             place.mkdir(exist_ok=True)
