@@ -5,7 +5,6 @@ over, the rows that were replaced in them, and the answers to a trainer that wai
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -33,7 +32,6 @@ from dataplane.node.dataset import Dataset
 from dataplane.node.fetch import Trouble
 from dataplane.plan.packed_blocks import given_counts
 from dataplane.rpc import tasks
-from dataplane.rpc.membership import MemberProgress
 from dataplane.rpc.messages import FromNodeBody, OpenJob, Slab, Working
 from dataplane.rpc.tasks import Collation
 from dataplane.scheduler import budgets
@@ -256,37 +254,37 @@ class ServedStream(Struct, eq=False):
 # reported to the coordinator.
 
 
-ROWS_MAX, _UNTOLD_MAX = 1024, 1 << 14
+ROWS_MAX, _UNREPORTED_MAX = 1024, 1 << 14
 """The most rows that are logged for each job, since more lines would not help anybody, and that
 wait to be reported to the coordinator, which counts those of all nodes."""
 _AT_ONCE, _LISTED = 64, 20
 _TEXT_MAX = 1024
 """The most characters of a url or a reason, so that a heartbeat with them can always be sent."""
-_JOBS_MAX = 64
 _RowName = tuple[str, int]
 _Launch = tuple[str, tuple[str, str]]
 
 
 class _Counted(Struct, eq=False):
-    """The counted rows of a launch of a job, the first of them by url and reason, for errors, and
-    the blocks that were replaced as a whole. Each such block is logged once.
+    """The counted rows of a launch of a job, the first of them by url and reason, for errors, the
+    blocks that were replaced as a whole, each of which is logged once, the rows that the
+    coordinator has not received, and how many rows all nodes have replaced.
     """
 
     names: set[_RowName] = field(default_factory=set)
     blocks: set[tuple[str, str]] = field(default_factory=set)
     first: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+    unreported: dict[_RowName, ReplacedRow] = field(default_factory=dict)
+    of_all_nodes: int = 0
 
 
 class ReplacedRows:
     """The replaced rows of one node's jobs. They count until all readers of a launch have closed
-    its job; slabs may become ready later. Rows that the coordinator has not received are kept.
+    its job; slabs may become ready later. Nothing of a launch counts in the next one.
     """
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
-        self._counted: dict[_Launch, _Counted] = {}
-        self._untold: OrderedDict[str, dict[_RowName, ReplacedRow]] = OrderedDict()
-        self._of_all_nodes: dict[str, int] = {}
+        self._launches: dict[_Launch, _Counted] = {}
 
     def begin(self, delivery: DeliveryArena) -> None:
         """Count rows for one more reader, and note shards that are left out, as their first row."""
@@ -299,19 +297,24 @@ class ReplacedRows:
 
     def count(self, job_id: str) -> int:
         """Return how many replaced rows of a job were counted; counting stops at a limit."""
-        launches = (rows for (job, _), rows in self._counted.items() if job == job_id)
+        launches = (rows for (job, _), rows in self._launches.items() if job == job_id)
         return sum(len(rows.names) for rows in launches)
 
-    def end(self, delivery: DeliveryArena, others: Iterable[DeliveryArena]) -> None:
-        """Note that a reader has closed its job. Forget the rows if all readers of the launch have,
-        also those of `others`: a row may be repaired before the job is opened again.
+    def end(
+        self, delivery: DeliveryArena, others: Iterable[DeliveryArena]
+    ) -> tuple[ReplacedRow, ...]:
+        """Note that a reader has closed its job; return rows to report when it leaves. Forget the
+        rows if all readers of the launch have, also those of `others`: a row may be repaired
+        before the job is opened again.
         """
+        rows = self.unreported(delivery)
+        self.reported(delivery, rows)
         delivery.readers -= 1
         launch = delivery.job_id, delivery.launch
-        if any(one.readers and (one.job_id, one.launch) == launch for one in (delivery, *others)):
-            return
-        self._counted.pop(launch, None)
-        self._of_all_nodes.pop(delivery.job_id, None)
+        left = (one for one in (delivery, *others) if one.readers)
+        if launch not in ((one.job_id, one.launch) for one in left):
+            self._launches.pop(launch, None)
+        return rows
 
     def checked(self, delivery: DeliveryArena, result: tasks.ResultBody) -> tasks.ResultBody:
         """Note the replaced rows of a slab. Return its result without them, or the error that ends
@@ -328,9 +331,8 @@ class ReplacedRows:
         return self._excess(delivery) or result
 
     def _excess(self, delivery: DeliveryArena) -> CorruptShard | None:
-        limit, key = delivery.bad_limit, (delivery.job_id, delivery.launch)
-        counted = self._counted.get(key) or _Counted()
-        count = max(len(counted.names), self._of_all_nodes.get(delivery.job_id, 0))
+        limit, counted = delivery.bad_limit, self._of(delivery)
+        count = max(len(counted.names), counted.of_all_nodes)
         if limit is None or count <= limit:
             return None
         first, total = counted.first, sum(map(rows_of, delivery.datasets))
@@ -347,27 +349,27 @@ class ReplacedRows:
             shard=next(iter(first))[0] if first else None,
         )
 
-    def heard(self, job_id: str, count: int) -> None:
-        """Note how many rows of a job all of its nodes have replaced."""
+    def heard(self, delivery: DeliveryArena, count: int) -> None:
+        """Note how many rows all nodes have replaced in the launch of this delivery."""
         if count:
-            self._of_all_nodes[job_id] = count
+            launch = delivery.job_id, delivery.launch
+            self._launches.setdefault(launch, _Counted()).of_all_nodes = count
 
-    def report(self, progress: MemberProgress) -> MemberProgress:
-        """Add the rows of a member's job that were not reported yet to its progress."""
-        rows = list(self._untold.get(progress.job_id, {}).values())
-        return replace(progress, replaced=tuple(rows[:_AT_ONCE])) if rows else progress
+    def unreported(self, delivery: DeliveryArena) -> tuple[ReplacedRow, ...]:
+        """Return rows of a launch that are to be reported next."""
+        return tuple(self._of(delivery).unreported.values())[:_AT_ONCE]
 
-    def reported(self, heard: Iterable[MemberProgress]) -> None:
-        """Note that the coordinator has received this progress."""
-        for progress in heard:
-            untold = self._untold.get(progress.job_id, {})
-            for row in progress.replaced:
-                untold.pop((row.url, row.row), None)
-            if not untold:
-                self._untold.pop(progress.job_id, None)
+    def reported(self, delivery: DeliveryArena, rows: Iterable[ReplacedRow]) -> None:
+        """Note that these rows were reported to the coordinator."""
+        unreported = self._of(delivery).unreported
+        for row in rows:
+            unreported.pop((row.url, row.row), None)
+
+    def _of(self, delivery: DeliveryArena) -> _Counted:
+        return self._launches.get((delivery.job_id, delivery.launch)) or _Counted()
 
     def _note(self, delivery: DeliveryArena, row: ReplacedRow) -> None:
-        counted = self._counted.setdefault((delivery.job_id, delivery.launch), _Counted())
+        counted = self._launches.setdefault((delivery.job_id, delivery.launch), _Counted())
         known, name = counted.names, (row.url, row.row)
         if name in known or len(known) >= max(ROWS_MAX, 1 + (delivery.bad_limit or 0)):
             return
@@ -375,11 +377,8 @@ class ReplacedRows:
         reason = (row.url, row.reason)
         if reason in counted.first or len(counted.first) < _LISTED:
             counted.first.setdefault(reason, []).append(row.row)
-        untold = self._untold.setdefault(delivery.job_id, {})
-        if len(self._untold) > _JOBS_MAX:
-            self._untold.popitem(last=False)
-        if len(untold) < _UNTOLD_MAX:
-            untold[name] = row
+        if len(counted.unreported) < _UNREPORTED_MAX:
+            counted.unreported[name] = row
         if len(known) > ROWS_MAX:
             return
         block = reason if BY_BLOCK in row.reason else None

@@ -232,8 +232,7 @@ class Heartbeat:
 
     async def _beat(self) -> None:
         members = list(self._jobs.members.values())
-        replaced = self._engine.replaced
-        progress = tuple(replaced.report(self._progress(member)) for member in members)
+        replaced, progress = self._engine.replaced, tuple(map(self._progress, members))
         away, holds = _away(self._outages), self._watchdog.statistics()
         known = self._jobs.tables.known()
         request = membership.HeartbeatRequest(
@@ -244,13 +243,13 @@ class Heartbeat:
         answer = await self._coordination.heartbeat(request)
         self._learn(answer, known)
         self._verdicts = answer.verdicts
-        refused = {verdict.member_id for verdict in answer.verdicts if verdict.error is not None}
-        replaced.reported(report for report in progress if report.member_id not in refused)
-        by_id = {member.member_id: member for member in members}
+        by_id = {at.member_id: (at, of.replaced) for at, of in zip(members, progress, strict=True)}
         for verdict in answer.verdicts:
-            member = by_id.get(verdict.member_id)
+            member, rows = by_id.get(verdict.member_id, (None, ()))
             if member is not None and not member.closed:  # others have left meanwhile
-                replaced.heard(member.job_id, verdict.replaced_count)
+                if verdict.error is None:
+                    replaced.reported(member.delivery, rows)
+                replaced.heard(member.delivery, verdict.replaced_count)
                 if not verdict.missing_dp_ranks:
                     member.gathered.set()
                 await self._heed(member, verdict)
@@ -259,7 +258,9 @@ class Heartbeat:
         """Return the progress of a member. Its trainer reports a wait only when the wait has
         ended, so during a wait the node itself adds the time so far, and the stage.
         """
-        progress, waits = progress_of(member), _wait_of(member, self._engine)
+        rows = self._engine.replaced.unreported(member.delivery)
+        progress = replace(progress_of(member), replaced=rows)
+        waits = _wait_of(member, self._engine)
         if waits is None:
             return progress
         waited_s, stage = waits

@@ -261,7 +261,7 @@ class Jobs:
         if member.closed:
             return
         member.closed = True
-        self._engine.replaced.end(member.delivery, self._deliveries.values())
+        member.replaced = self._engine.replaced.end(member.delivery, self._deliveries.values())
         if not any(other.job_id == member.job_id for other in self.members.values()):
             self.tables.forget(member.job_id)
         self.streams.close_all(member)
@@ -300,9 +300,8 @@ class Jobs:
             epoch=member.epoch,
             cursor=member.cursor,
         )
-        progress = self._engine.replaced.report(progress_of(member))
+        progress = replace(progress_of(member), replaced=member.replaced)
         self.places.leave(member.job_id, member.member_id, lost=lost, progress=progress)
-        self._engine.replaced.reported([progress])  # not again by a later launch
 
     async def rejoin(self, member: ServedMember) -> None:
         """Join again after the lease ran out."""

@@ -13,7 +13,7 @@ import pyarrow as pa
 from msgspec import Struct, field
 
 from dataplane.base.meters import JobMeter, RankMeter
-from dataplane.model.changes import Changes, changes_of
+from dataplane.model.changes import Changes, ReplacedRow, changes_of
 from dataplane.model.config import JobSpec, MixtureSpec
 from dataplane.model.errors import ConfigError, DataplaneError
 from dataplane.model.ledger import LedgerEntry, LedgerPosition
@@ -73,7 +73,8 @@ class ServedMember(Struct, eq=False):
     error. `holder` is the name under which its slabs are held. `joining` is the request for its
     place. The first stream began at `began`; the last stream began at `mix_from`, with the weights
     `mix`. `closed`: the rank reads no more, but may hold slabs until it is `released`. `has_left`:
-    its place was given back, because the rank left, or because it `was_lost`.
+    its place was given back, because the rank left, or because it `was_lost`. `replaced` are the
+    rows that it reports when it leaves.
 
     `next_epoch` is the stream that is expected to follow the rank's only stream, and is prepared
     while the last slabs of this epoch are consumed. `following` handles changed weights of a
@@ -109,6 +110,7 @@ class ServedMember(Struct, eq=False):
     released: bool = False
     has_left: bool = False
     was_lost: bool = False
+    replaced: tuple[ReplacedRow, ...] = ()
     described: tuple[messages.DescribedColumn, ...] | None = None
     following: Following | None = None
     joined: JoinResponse | None = None

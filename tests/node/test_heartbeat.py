@@ -26,7 +26,6 @@ from dataplane.rpc import tasks
 from dataplane.rpc.membership import (
     HeartbeatRequest,
     HeartbeatResponse,
-    MemberProgress,
     MemberVerdict,
     MixProposal,
 )
@@ -224,21 +223,23 @@ def delivery_of(incarnation: str, bad_limit: int | None) -> Any:
     return SimpleNamespace(job_id="j", readers=1, **facts)
 
 
-def test_rows_are_counted_for_one_launch() -> None:
+def test_rows_are_counted_and_reported_for_one_launch() -> None:
     rows = ReplacedRows(Trace("node"))
-    bad = tasks.Assembled(1, replaced=tuple(ReplacedRow("u", 0, at, 9, "") for at in range(2)))
-    good, first = tasks.Assembled(1), delivery_of("i", 1)
+    bad = tasks.Assembled(1, replaced=tuple(ReplacedRow("u", 0, at, 9, "") for at in range(99)))
+    good, first, other = tasks.Assembled(1), delivery_of("i", 1), delivery_of("i2", 1)
     assert isinstance(rows.checked(first, bad), CorruptShard)
     assert isinstance(rows.checked(first, good), CorruptShard)
-    assert rows.checked(delivery_of("i2", 1), good) is good
+    rows.heard(first, 3)
+    assert rows.checked(other, good) is good
+    assert (len(rows.unreported(first)), rows.unreported(other)) == (64, ())
     rows.begin(first)
-    rows.end(first, [])
+    assert len(rows.end(first, [])) == 64
     assert isinstance(rows.checked(first, good), CorruptShard), "another rank still reads"
-    rows.end(first, [delivery_of("i2", 1)])
+    assert len(rows.end(first, [other])) == 35
     assert rows.checked(first, bad) == good, "a slab that is ready too late"
     again = delivery_of("i", 1)
     assert rows.checked(again, good) is good
-    assert len(rows.report(MemberProgress("j", "m")).replaced) == 2
+    assert rows.unreported(again) == ()
     assert rows.count("j") == 0
 
 
@@ -250,6 +251,6 @@ def test_what_another_node_says_is_cut_and_without_secrets() -> None:
         1, replaced=(ReplacedRow(signed, 0, 1, 2, "r" * 9999), ReplacedRow("u" * 9999, 0, 1, 2, ""))
     )
     rows.checked(delivery, made)
-    told = rows.report(MemberProgress("j", "m")).replaced
+    told = rows.unreported(delivery)
     assert [one.url for one in told] == ["https://h/a.parquet?session=***", "u" * 1024]
     assert told[0].reason == "r" * 1024
