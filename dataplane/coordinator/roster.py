@@ -496,6 +496,7 @@ class Roster:
     def _put(self, member: Member, now: float) -> None:
         name, dp_rank = member.member_id, member.topology.dp_rank
         was_complete, was_joined = self.is_complete, name in self._joined
+        begins = self.is_idle and member.phase is Phase.JOINED
         if was_joined:
             self.seats.remove(self.members[name])
             self.neighbours.remove(self.members[name].node_id)
@@ -519,7 +520,7 @@ class Roster:
             self._present.add(dp_rank)
         else:
             self._present.discard(dp_rank)
-        if was_complete and not self.is_complete:
+        if (was_complete or begins) and not self.is_complete:
             self.incomplete_since = now
         self._missing = None
 

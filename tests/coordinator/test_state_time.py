@@ -31,6 +31,20 @@ def test_6_a_lease_that_is_not_renewed_ends_and_joining_again_continues(machine)
     assert machine.job().members[0].cursor == 80
 
 
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_the_ranks_of_a_launch_are_not_missing_for_longer_than_it_runs(machine, is_lost):
+    machine.ask(join(0))
+    machine.wait(5)
+    assert machine.verdict().missing_for_s == 5
+    machine.ask(join(1))
+    for name in ("m1-i1", "m0-i1"):
+        machine.ask(leave(name, lost=is_lost))
+    machine.wait(3600)
+    machine.ask(join(0, member="again"))
+    verdict = machine.verdict("again")
+    assert (verdict.missing_dp_ranks, verdict.missing_for_s) == ((1,) * is_lost, 0)
+
+
 def test_6_an_overdue_member_is_expired_even_before_the_next_tick(machine):
     machine.ask(join(0))
     machine.wait(LEASE_S - 0.5)
