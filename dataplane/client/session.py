@@ -358,6 +358,9 @@ class Session:
                 mount = self._open(deadline)
                 _leave_at_the_end_of(os.getpid())
             self._mount = mount
+        if self._closed:  # while the job was opened: `close` had nothing to leave yet
+            self.close()
+            raise ClosedError("this loader was closed while its job was opened")
         if is_first and self._warns:
             for sentence in mount.job.advice:
                 warnings.warn(sentence, stacklevel=2)

@@ -53,6 +53,23 @@ def test_a_job_is_opened_once_and_closed_with_the_session(fake, session) -> None
         _ = mine.job
 
 
+def test_a_session_that_is_closed_while_its_job_opens_leaves_the_job(
+    fake, session, monkeypatch
+) -> None:
+    node, mine = fake(), session()
+    open_job = node._open_job
+
+    def closing(*arguments) -> None:
+        mine.close()
+        open_job(*arguments)
+
+    monkeypatch.setattr(node, "_open_job", closing)
+    with pytest.raises(ClosedError, match="closed while its job was opened"):
+        _ = mine.job
+    wait_until(lambda: node.seen[-1] == "gone")
+    assert isinstance(node.seen[-2], CloseJob)
+
+
 def test_a_node_of_another_protocol_is_refused(fake, session) -> None:
     fake(protocol=2)
     with pytest.raises(VersionMismatch, match=r"dataplane 0\.0\.7") as caught:
