@@ -42,7 +42,7 @@ _SHOWN_MAX = 1000
 
 class Proposed(Struct, eq=False):
     """One proposal, of weights or of rows to leave out: who made it, when it ends, what members
-    have promised, and which members still have to promise.
+    have promised, which members still have to promise, and which ever had to.
     """
 
     asked: MixAsked
@@ -51,6 +51,7 @@ class Proposed(Struct, eq=False):
     until: float
     awaited: set[str]
     promises: dict[str, MixPromise]
+    known: set[str]
     rows: RowsTaken | None = None
     turn: int = 0
     refusal: ConfigError | None = None
@@ -93,7 +94,8 @@ class Mixing:
         proposal = MixProposal(
             request.request, asked_place(job, request), request.sources, request.weights
         )
-        self.proposed = Proposed(request, by, proposal, now + PROPOSED_S, set(members), {}, rows)
+        awaited, until = set(members), now + PROPOSED_S
+        self.proposed = Proposed(request, by, proposal, until, awaited, {}, set(awaited), rows)
 
     def heard(self, member_id: str, promise: MixPromise | None) -> None:
         """Note a member's promise."""
@@ -104,17 +106,19 @@ class Mixing:
 
     def joined(self, member_id: str) -> None:
         """Await the promise of a member that has joined. If the member has joined before, collect
-        all promises again under a new name, since its earlier promise may still arrive.
+        all promises again under a new name, since its earlier promise may still arrive, even if it
+        has left meanwhile.
         """
         now = self.proposed
         if now is None:
             return
-        if member_id in now.promises or member_id in now.awaited:
+        if member_id in now.known:
             now.turn += 1
             now.proposal = replace(now.proposal, request=f"{now.asked.request}#{now.turn}")
             now.awaited.update(now.promises)
             now.promises.clear()
         now.awaited.add(member_id)
+        now.known.add(member_id)
 
     def left(self, member_id: str) -> None:
         """Forget a member that is gone."""

@@ -122,6 +122,20 @@ def test_2_a_promise_that_was_on_its_way_when_its_member_joined_again_does_not_c
     assert machine.ask(mix()).entry == entry
 
 
+def test_2_a_promise_that_was_on_its_way_when_its_member_left_and_came_back_does_not_count(machine):
+    arrive(machine), arrive(machine, 1)
+    machine.ask(mix())
+    say(machine, 0, 0, promise(32))
+    machine.ask(leave("m0-i1", lost=True))
+    arrive(machine)
+    say(machine, 0, 0, promise(32))
+    assert machine.ask(mix()).awaited_ranks == (0, 1)
+    proposal = say(machine, 0, 0).proposal
+    assert say(machine, 0, 0, promise(64, proposal.request)).entries == ()
+    (entry,) = say(machine, 1, 0, promise(32, proposal.request)).entries
+    assert entry.position == LedgerPosition(0, 64)
+
+
 def test_2_who_may_not_join_is_not_awaited(machine):
     arrive(machine)
     machine.ask(mix())
