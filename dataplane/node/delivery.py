@@ -257,7 +257,7 @@ class ServedStream(Struct, eq=False):
 ROWS_MAX, _UNREPORTED_MAX = 1024, 1 << 14
 """The most rows that are logged for each job, since more lines would not help anybody, and that
 wait to be reported to the coordinator, which counts those of all nodes."""
-_AT_ONCE, _LISTED = 64, 20
+AT_ONCE, _AT_END, _LISTED = 64, 256, 20
 _TEXT_MAX = 1024
 """The most characters of a url or a reason, so that a heartbeat with them can always be sent."""
 _RowName = tuple[str, int]
@@ -307,7 +307,7 @@ class ReplacedRows:
         rows if all readers of the launch have, also those of `others`: a row may be repaired
         before the job is opened again.
         """
-        rows = self.unreported(delivery)
+        rows = self.unreported(delivery, _AT_END)
         self.reported(delivery, rows)
         delivery.readers -= 1
         launch = delivery.job_id, delivery.launch
@@ -355,9 +355,9 @@ class ReplacedRows:
             launch = delivery.job_id, delivery.launch
             self._launches.setdefault(launch, _Counted()).of_all_nodes = count
 
-    def unreported(self, delivery: DeliveryArena) -> tuple[ReplacedRow, ...]:
+    def unreported(self, delivery: DeliveryArena, most: int) -> tuple[ReplacedRow, ...]:
         """Return rows of a launch that are to be reported next."""
-        return tuple(self._of(delivery).unreported.values())[:_AT_ONCE]
+        return tuple(self._of(delivery).unreported.values())[:most]
 
     def reported(self, delivery: DeliveryArena, rows: Iterable[ReplacedRow]) -> None:
         """Note that these rows were reported to the coordinator."""

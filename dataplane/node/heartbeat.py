@@ -24,7 +24,7 @@ from dataplane.index.indexing import all_work
 from dataplane.metrics.table import Reading
 from dataplane.model.config import PROTOCOL_VERSION, VERSION, NodeConfig
 from dataplane.model.errors import ConfigError, DataplaneError, LeaseExpired, PeerLost
-from dataplane.node.delivery import undecided
+from dataplane.node.delivery import AT_ONCE, undecided
 from dataplane.node.engine import Engine
 from dataplane.node.fetchers import Fetchers
 from dataplane.node.jobs import Jobs
@@ -258,7 +258,7 @@ class Heartbeat:
         """Return the progress of a member. Its trainer reports a wait only when the wait has
         ended, so during a wait the node itself adds the time so far, and the stage.
         """
-        rows = self._engine.replaced.unreported(member.delivery)
+        rows = self._engine.replaced.unreported(member.delivery, AT_ONCE)
         progress = replace(progress_of(member), replaced=rows)
         waits = _wait_of(member, self._engine)
         if waits is None:

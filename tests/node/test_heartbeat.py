@@ -225,21 +225,21 @@ def delivery_of(incarnation: str, bad_limit: int | None) -> Any:
 
 def test_rows_are_counted_and_reported_for_one_launch() -> None:
     rows = ReplacedRows(Trace("node"))
-    bad = tasks.Assembled(1, replaced=tuple(ReplacedRow("u", 0, at, 9, "") for at in range(99)))
+    bad = tasks.Assembled(1, replaced=tuple(ReplacedRow("u", 0, at, 9, "") for at in range(300)))
     good, first, other = tasks.Assembled(1), delivery_of("i", 1), delivery_of("i2", 1)
     assert isinstance(rows.checked(first, bad), CorruptShard)
     assert isinstance(rows.checked(first, good), CorruptShard)
     rows.heard(first, 3)
     assert rows.checked(other, good) is good
-    assert (len(rows.unreported(first)), rows.unreported(other)) == (64, ())
+    assert (len(rows.unreported(first, 64)), rows.unreported(other, 64)) == (64, ())
     rows.begin(first)
-    assert len(rows.end(first, [])) == 64
+    assert len(rows.end(first, [])) == 256
     assert isinstance(rows.checked(first, good), CorruptShard), "another rank still reads"
-    assert len(rows.end(first, [other])) == 35
+    assert len(rows.end(first, [other])) == 44
     assert rows.checked(first, bad) == good, "a slab that is ready too late"
     again = delivery_of("i", 1)
     assert rows.checked(again, good) is good
-    assert rows.unreported(again) == ()
+    assert rows.unreported(again, 64) == ()
     assert rows.count("j") == 0
 
 
@@ -251,6 +251,6 @@ def test_what_another_node_says_is_cut_and_without_secrets() -> None:
         1, replaced=(ReplacedRow(signed, 0, 1, 2, "r" * 9999), ReplacedRow("u" * 9999, 0, 1, 2, ""))
     )
     rows.checked(delivery, made)
-    told = rows.unreported(delivery)
+    told = rows.unreported(delivery, 64)
     assert [one.url for one in told] == ["https://h/a.parquet?session=***", "u" * 1024]
     assert told[0].reason == "r" * 1024
