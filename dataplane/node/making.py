@@ -38,7 +38,7 @@ from dataplane.model.errors import (
 from dataplane.model.records import BlockForm, Stream
 from dataplane.model.redact import unsigned
 from dataplane.node.dataset import Dataset
-from dataplane.node.datasets import check_left, requests_of, shown
+from dataplane.node.datasets import check_left, lacks_left, requests_of, shown
 from dataplane.node.engine import Engine
 from dataplane.node.member import mix_of
 from dataplane.node.neighbours import JobTables, KnownNeighbours, Lending
@@ -82,6 +82,11 @@ class _Opened(Struct, frozen=True):
     job: OpenedJob
     software: str
     changes: Changes
+
+    def lacks(self, epoch: int) -> bool:
+        """Whether it was opened by a launch that continued in a later epoch, and lacks this one."""
+        spec = self.job.spec
+        return epoch == spec.first_epoch and lacks_left(self.opening, spec)
 
 
 class _Job(Struct, eq=False):
@@ -196,6 +201,9 @@ class Making:
         """
         key = ask.job_id, wanted.digest, ask.only_under
         job = self._jobs.get(key) or _Job(ask.job_id, wanted.digest, now, ask.only_under)
+        if job.opened is not None and job.opened.lacks(wanted.stream.epoch):
+            self._close(job)
+            job.opened = None
         if job.opened is None and job.opening is None and now >= job.closed_until:
             opening = decode(OpenJob, bytes(wanted.opening))
             if opening.job_id != ask.job_id:

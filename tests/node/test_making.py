@@ -14,10 +14,12 @@ from making_node import JOB, REFUSED, SLOT_BYTES, Given, MakerNode, maker_node, 
 from msgspec import Raw
 from msgspec.structs import replace
 
+from dataplane.model.config import Stage
 from dataplane.model.errors import ConfigError, CorruptShard
 from dataplane.model.records import ColumnOptions, Exhausted, MixHistory, ShareChange, Stream, View
-from dataplane.node.making import JOB_IDLE_S
+from dataplane.node.making import JOB_IDLE_S, TRY_AGAIN_S
 from dataplane.node.remote_slabs import HELD_S, PATIENCE_S, STREAM_IDLE_S
+from dataplane.plan.views import identity_of_samples
 from dataplane.rpc.codec import decode, encode
 from dataplane.rpc.lending import StepRange
 from dataplane.rpc.messages import (
@@ -119,6 +121,33 @@ def test_slabs_of_a_mixture_are_those_of_the_weights_that_the_asker_names(
         assert await node.answer(node.ask(node.wanted(0, mix=wrong))) == REFUSED
 
     play(scene, parquet, tmp_path)
+
+
+@pytest.mark.timeout(100)
+def test_a_job_that_goes_back_to_what_was_unread_is_opened_again(
+    parquet: str, tmp_path: Path
+) -> None:
+    async def play() -> None:
+        async with maker_node(parquet, tmp_path) as node:
+            await node.start()
+            former = replace(node.spec, fingerprint="")
+            content = node.dataset.manifest
+            ended = Stage(
+                node.spec.digest(), 0, 8, content.sample_count, identity_of_samples(content),
+                unread=True, spec=former, global_batch=4,
+            )  # fmt: skip
+            spec = replace(node.request.spec, seed=4, stages=(ended,))
+            node.request = replace(node.request, spec=spec, epoch=2)
+            await node.start()
+            of(await node.slab(node.wanted(0, epoch=2)))
+            node.request = replace(node.request, epoch=1)
+            back = node.wanted(0, epoch=1)
+            assert await node.answer(node.ask(back)) == REFUSED
+            node.passes(TRY_AGAIN_S)
+            of(await node.slab(back))
+            of(await node.slab(node.wanted(0, epoch=2)))
+
+    asyncio.run(play())
 
 
 @pytest.mark.timeout(100)
