@@ -264,8 +264,11 @@ def block_generator(
     """Return the random generator of a map for one block: the same on every node, and in every
     epoch, unless one is given.
     """
+    # `np.random` is imported at first use, which fails if several threads come first.
+    from numpy.random import Generator, Philox
+
     drawn = (shard, block) if epoch is None else (shard, block, epoch)
-    return np.random.Generator(np.random.Philox(key=key(seed, Domain.MAP, *drawn)))
+    return Generator(Philox(key=key(seed, Domain.MAP, *drawn)))
 
 
 def batch_generator(seed: int, epoch: int, position: int, dp_rank: int) -> np.random.Generator:

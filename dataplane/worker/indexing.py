@@ -24,6 +24,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
+
+# Arrow and numpy use numpy.ma, which numpy imports at first use. If several threads come first, the
+# lookup of the half-imported module may recurse without end, and a sound shard looks damaged.
+import numpy.ma
 import pyarrow as pa
 from msgspec import Struct, field
 from typing_extensions import Buffer

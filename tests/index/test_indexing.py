@@ -426,6 +426,11 @@ RUN = textwrap.dedent(
 )
 
 
+def test_threads_that_index_find_the_lazy_module_that_arrow_uses_imported() -> None:
+    code = "import sys, dataplane.worker.indexing; sys.exit('numpy.ma' not in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def start(dataset: Path, cache: Path, stop_at: int) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", RUN, str(dataset), str(cache), str(stop_at)],

@@ -302,6 +302,11 @@ def test_random_numbers_are_those_of_the_seed_the_shard_and_the_block() -> None:
     assert all(first(*place) != golden_words for place in [(8, 2, 5), (7, 3, 5), (7, 2, 6)])
 
 
+def test_threads_may_make_generators_while_another_imports_the_module(monkeypatch) -> None:
+    monkeypatch.delattr(np, "random")  # the import adds this attribute last
+    assert block_generator(7, 2, 5).random() < 1
+
+
 @pytest.mark.parametrize(
     ("given", "why"),
     [
