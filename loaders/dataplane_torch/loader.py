@@ -303,7 +303,11 @@ class DataLoader(LoaderBase[_T_co]):
         if self._shards is not None:
             self._shards.set_epoch(epoch)
             return
-        for part in (self.batch_sampler, self.sampler, self.dataset):
+        inner = self.batch_sampler
+        if not hasattr(inner, "set_epoch"):
+            inner = getattr(inner, "sampler", None)  # a BatchSampler of torch passes no epoch on
+        samplers = (self.sampler,) if inner is self.sampler else (inner, self.sampler)
+        for part in (*samplers, self.dataset):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(epoch)
 

@@ -238,6 +238,15 @@ def test_a_pass_continues_in_the_epoch_of_its_state_unless_set_epoch_changes_it(
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
+def test_set_epoch_reaches_the_sampler_of_a_batch_sampler(num_workers) -> None:
+    with loader_of(0) as loader:
+        epochs = [batches_of(loader, epoch) for epoch in range(3)]
+    batches = loader_of(0).batch_sampler
+    with DataLoader(range(COUNT), batch_sampler=batches, num_workers=num_workers) as loader:
+        assert [batches_of(loader, epoch) for epoch in range(3)] == epochs
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("stop", [1, STEPS])
 def test_an_epoch_set_between_the_state_and_its_pass_is_used(num_workers, stop) -> None:
     with loader_of(0) as loader:
