@@ -266,7 +266,7 @@ def choice(*names: str, metavar: str) -> ValueKind:
 BYTES = ValueKind('a number of bytes, or a size such as "512MiB"', "SIZE", _bytes, show_bytes)
 BYTES_OR_NONE = ValueKind(f"{BYTES.allowed}, or 0", "SIZE", _bytes_or_none, show_bytes)
 SECONDS = ValueKind(
-    'seconds, or a duration such as "30s", "500ms", "2min", up to 23 days',
+    'seconds above 0, or with a unit: "30s", "500ms", "2min", up to 23 days',
     "TIME",
     _seconds,
     lambda value: f"{value:g} s",

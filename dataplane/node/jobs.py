@@ -389,8 +389,9 @@ def _ended(member: ServedMember) -> tuple[str, ...]:
     count = 0 if member.joined is None else member.joined.ended_count
     if not count:
         return ()
+    ranks = "1 rank" if count == 1 else f"{count} ranks"
     said = (
-        f"job {member.job_id!r} was being read by {count} ranks of another launch, which ends now:"
+        f"job {member.job_id!r} was being read by {ranks} of another launch, which ends now:"
         " if both were to run, give this one another name="
     )
     return (said,)

@@ -192,7 +192,7 @@ def test_a_trainers_node_does_without_a_default_cache_folder_that_cannot_be_crea
         ('stall_timeout_s = "soon"', "30s"),
         ("stall_timeout_s = inf", "30s"),
         ("stall_timeout_s = 3e6", "up to 23 days"),
-        ("stall_timeout_s = 0", "30s"),
+        ("stall_timeout_s = 0", "seconds above 0"),
         ('insecure = "perhaps"', "true or false"),
         ('listen = "7077"', "host:port"),
         ('listen = "a:99999"', "host:port"),
