@@ -46,7 +46,7 @@ __all__ = ["FolderTakenError", "open_cache_folder", "open_data_port"]
 
 _TICK_S, _WORK_S, _FIRST_CONNECTION_S, _DRAIN_SAID_S = 0.5, 1.0, 30.0, 60.0
 _LAST_PIDS, _OUTBOX_MAX, _MESSAGES_A_TURN, _REQUESTS_MAX = 64, 1024, 16, 4
-_REFUSED_PAUSE_S, _TURN_S = 0.05, 0.005
+_REFUSED_PAUSE_S, _TURN_S, _CAUGHT_UP_S = 0.05, 0.005, 1.0
 _JOB_COST_S, _UNPAID_S_MAX = 0.1, 3.2
 """A process may open 32 jobs at once, and then ten a second: opening a job, and freeing its memory,
 takes the event loop some milliseconds."""
@@ -61,7 +61,7 @@ class _Process:
     """Rations turns by process, so that a process gains nothing by opening more connections."""
 
     def __init__(self) -> None:
-        self.connection_count = 0
+        self.connections: set[TrainerConnection] = set()
         self._parsing = asyncio.Lock()
         self._starting = asyncio.Lock()
         self._paid_at = 0.0
@@ -77,6 +77,15 @@ class _Process:
         after_s = max(_TURN_S, self._paid_at - loop.time() - _UNPAID_S_MAX)
         loop.call_later(after_s, self._starting.release)
         loop.call_at(self._paid_at, self._remembered)
+
+    async def caught_up(self, opening: TrainerConnection) -> None:
+        """Wait until what the process had sent on other connections was read, a second at most: on
+        one of them it may have left the job that it opens again on this one.
+        """
+        others, end = self.connections - {opening}, time.monotonic() + _CAUGHT_UP_S
+        while others and time.monotonic() < end:
+            others = {one for one in others & self.connections if local.has_packet(one.fileno())}
+            await asyncio.sleep(_TURN_S if others else 0)
 
     async def parse(self, read: Callable[[], T]) -> T:
         """Return the message that `read` parses, in a thread. Afterwards, the next long message of
@@ -116,7 +125,7 @@ class TrainerConnection:
         self._greeted = self._is_parsing = self._is_reading = self.closed = False
         self.pid = local.peer_credentials(sock)[0]
         self._process = server.process_of(self.pid)
-        self._process.connection_count += 1
+        self._process.connections.add(self)
         self._pace()
 
     def send(
@@ -141,7 +150,7 @@ class TrainerConnection:
         if self.closed:
             return
         self.closed = True
-        self._process.connection_count -= 1
+        self._process.connections.discard(self)
         self._pace()
         self._loop.remove_writer(self._sock.fileno())
         for task in self._tasks:
@@ -188,7 +197,7 @@ class TrainerConnection:
             self._loop.remove_reader(self._sock.fileno())
 
     def _on_readable(self) -> None:
-        for _ in range(max(1, _MESSAGES_A_TURN // self._process.connection_count)):
+        for _ in range(max(1, _MESSAGES_A_TURN // len(self._process.connections))):
             if not self._is_reading:
                 return
             try:
@@ -320,6 +329,7 @@ class TrainerConnection:
     async def _open_job(self, request_id: int, body: messages.OpenJob) -> None:
         if self._server.draining:
             raise PeerLost(f"node {self._server.node_id} is draining: try another", peer="node")
+        await self._process.caught_up(self)
         await self._server.heartbeat.wait_registered(body.job_id)
         if len(self._members) >= _JOBS_MAX:
             raise ConfigError(f"this connection has opened {_JOBS_MAX} jobs, the most for one")
@@ -426,10 +436,8 @@ class TrainerConnection:
         self._forget_slabs(gone)
 
     def _forget_slabs(self, streams: set[int]) -> None:
-        awaited = self._awaited_slabs
-        self._awaited_slabs = {
-            key: stream_id for key, stream_id in awaited.items() if stream_id not in streams
-        }
+        awaited = self._awaited_slabs.items()
+        self._awaited_slabs = {key: stream for key, stream in awaited if stream not in streams}
 
 
 class NodeServer:
@@ -445,8 +453,7 @@ class NodeServer:
         data_listener: socket.socket | None = None,
         early: EarlyOpening | None = None,
     ) -> None:
-        self.config, self.trace = config, Trace("node")
-        self.node_id = node_id
+        self.config, self.trace, self.node_id = config, Trace("node"), node_id
         self.draining = self.stopping = False
         self.door = Door(listener, self._admit, self.trace)
         self._processes: WeakValueDictionary[int, _Process] = WeakValueDictionary()

@@ -15,6 +15,7 @@ import contextlib
 import fcntl
 import math
 import os
+import select
 import socket
 import struct
 from collections.abc import Iterator
@@ -224,6 +225,13 @@ def receive(sock: socket.socket, cls: type[T]) -> tuple[T, tuple[int, ...]]:
     Raises:  as `receive_packet`, and ConfigError: the packet is not such a message.
     """
     return receive_packet(sock).read(cls)
+
+
+def has_packet(descriptor: int) -> bool:
+    """Return whether a packet of this socket, or its end, was not received yet."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def last_messages(sock: socket.socket, cls: type[T], bytes_max: int) -> Iterator[T]:

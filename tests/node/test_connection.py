@@ -129,6 +129,32 @@ async def test_a_flood_of_valid_messages_leaves_others_their_turn() -> None:
         peers.close()
 
 
+async def test_a_job_is_opened_when_what_its_process_said_before_elsewhere_was_read() -> None:
+    server, process, order = fake_server(asyncio.Event()), _Process(), []
+    server.process_of, server.draining = lambda _: process, False
+    peers = Peers(server)
+    sockets = [peers.connect() for _ in range(_MESSAGES_A_TURN)]
+    first = peers.ended[0].__self__
+    first._close_job = order.append
+
+    async def wait_registered(job: str) -> None:
+        order.append(job)
+        raise ConfigError("it is over")
+
+    server.heartbeat.wait_registered = wait_registered
+    assert await greeted(sockets[-1])
+    leaving = messages.CloseJob("x")
+    for body in (*[messages.Release("x", (1,))] * 40, leaving):
+        local.send(sockets[0], messages.ToNode(0, body))
+    local.send(sockets[-1], messages.ToNode(2, opening("x", job="x")))
+    answer, _ = await asyncio.to_thread(local.receive, sockets[-1], messages.FromNode)
+    assert isinstance(answer.body, ConfigError)
+    assert order == [leaving, "x"]
+    peers.close()
+    for sock in sockets:
+        sock.close()
+
+
 async def test_a_process_that_opens_job_after_job_is_slowed_down_also_on_new_connections(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
