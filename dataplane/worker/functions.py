@@ -264,19 +264,22 @@ def block_generator(
     """Return the random generator of a map for one block: the same on every node, and in every
     epoch, unless one is given.
     """
-    # `np.random` is imported at first use, which fails if several threads come first.
-    from numpy.random import Generator, Philox
-
     drawn = (shard, block) if epoch is None else (shard, block, epoch)
-    return Generator(Philox(key=key(seed, Domain.MAP, *drawn)))
+    return _generator(key(seed, Domain.MAP, *drawn))
 
 
 def batch_generator(seed: int, epoch: int, position: int, dp_rank: int) -> np.random.Generator:
     """Return the random generator of a collate function for one batch: that of a rank, for the step
     that begins at this position of the epoch.
     """
-    drawn = key(seed, Domain.COLLATE, epoch, position, dp_rank)
-    return np.random.Generator(np.random.Philox(key=drawn))
+    return _generator(key(seed, Domain.COLLATE, epoch, position, dp_rank))
+
+
+def _generator(drawn: int) -> np.random.Generator:
+    # `np.random` is imported at first use, which fails if several threads come first.
+    from numpy.random import Generator, Philox
+
+    return Generator(Philox(key=drawn))
 
 
 @contextmanager

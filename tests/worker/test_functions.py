@@ -21,6 +21,7 @@ from dataplane.transforms.made_columns import MappedColumns, mapped_in, with_map
 from dataplane.worker.functions import (
     CalledAt,
     UserFunction,
+    batch_generator,
     block_generator,
     check_code,
     loaded,
@@ -304,7 +305,8 @@ def test_random_numbers_are_those_of_the_seed_the_shard_and_the_block() -> None:
 
 def test_threads_may_make_generators_while_another_imports_the_module(monkeypatch) -> None:
     monkeypatch.delattr(np, "random")  # the import adds this attribute last
-    assert block_generator(7, 2, 5).random() < 1
+    for made in (block_generator(7, 2, 5), batch_generator(7, 0, 0, 0)):
+        assert made.random() < 1
 
 
 @pytest.mark.parametrize(
