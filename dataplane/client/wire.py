@@ -284,11 +284,7 @@ class Wire:
 
     def _has_some(self) -> bool:
         fd = self._sock.fileno()
-        if fd < 0 or self._lost is not None:
-            return False
-        poll = select.poll()
-        poll.register(fd, select.POLLIN)
-        return bool(poll.poll(0))
+        return fd >= 0 and self._lost is None and local.has_packet(fd)
 
     def _receive(self, deadline: float) -> None:
         self._poll(select.POLLIN, deadline)
