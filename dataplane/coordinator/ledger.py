@@ -47,7 +47,7 @@ from dataplane.model.changes import (
 from dataplane.model.errors import ConfigError
 from dataplane.model.ledger import LedgerEntry, LedgerMark, LedgerPosition, canonical
 from dataplane.model.records import DatasetIdentity, Tombstone
-from dataplane.rpc.membership import MemberProgress, RowsTaken, StepsSkipped
+from dataplane.rpc.membership import REPLACED_MAX, MemberProgress, RowsTaken, StepsSkipped
 
 ENTRIES_MAX = 4096
 CHANGES_MAX = 512
@@ -56,7 +56,6 @@ MARKS_MAX = 64
 _SAMPLES_MAX = 1 << 62
 TOMBSTONES_MAX = 1024
 QUARANTINED_MAX = 1024
-_QUARANTINED_AT_ONCE = 256
 _TEXT_MAX = 1024
 _OF_LAUNCHES, _CHANGES = ("start", "end"), (SKIP, TOMBSTONE, MIX)
 _MAY_GO = (*_OF_LAUNCHES, WEIGHTS)
@@ -126,7 +125,7 @@ class JobLedger:
     ) -> list[Write]:
         """Record rows that cannot be decoded, unless they are recorded already."""
         new: list[ReplacedRow] = []
-        for each in itertools.islice(rows, _QUARANTINED_AT_ONCE):
+        for each in itertools.islice(rows, REPLACED_MAX):
             row = replace(each, url=each.url[:_TEXT_MAX], reason=each.reason[:_TEXT_MAX])
             name = (row.url, row.row)
             if name not in self._quarantined and len(self._quarantined) < QUARANTINED_MAX:

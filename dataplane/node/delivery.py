@@ -32,6 +32,7 @@ from dataplane.node.dataset import Dataset
 from dataplane.node.fetch import Trouble
 from dataplane.plan.packed_blocks import given_counts
 from dataplane.rpc import tasks
+from dataplane.rpc.membership import REPLACED_MAX
 from dataplane.rpc.messages import FromNodeBody, OpenJob, Slab, Working
 from dataplane.rpc.tasks import Collation
 from dataplane.scheduler import budgets
@@ -257,7 +258,7 @@ class ServedStream(Struct, eq=False):
 ROWS_MAX, _UNREPORTED_MAX = 1024, 1 << 14
 """The most rows that are logged for each job, since more lines would not help anybody, and that
 wait to be reported to the coordinator, which counts those of all nodes."""
-AT_ONCE, _AT_END, _LISTED = 64, 256, 20
+AT_ONCE, _LISTED = 64, 20
 _TEXT_MAX = 1024
 """The most characters of a url or a reason, so that a heartbeat with them can always be sent."""
 _RowName = tuple[str, int]
@@ -265,9 +266,9 @@ _Launch = tuple[str, tuple[str, str]]
 
 
 class _Counted(Struct, eq=False):
-    """The counted rows of a launch of a job, the first of them by url and reason, for errors, the
-    blocks that were replaced as a whole, each of which is logged once, the rows that the
-    coordinator has not received, and how many rows all nodes have replaced.
+    """The counted rows of a launch of a job. `blocks` were replaced as a whole, and each is logged
+    once. Errors show the `first` rows, by url and reason. The coordinator has not received the
+    `unreported` rows. `of_all_nodes`: how many rows all nodes have replaced.
     """
 
     names: set[_RowName] = field(default_factory=set)
@@ -307,7 +308,7 @@ class ReplacedRows:
         rows if all readers of the launch have, also those of `others`: a row may be repaired
         before the job is opened again.
         """
-        rows = self.unreported(delivery, _AT_END)
+        rows = self.unreported(delivery, REPLACED_MAX)
         self.reported(delivery, rows)
         delivery.readers -= 1
         launch = delivery.job_id, delivery.launch

@@ -151,12 +151,16 @@ class MixPromise(Struct, frozen=True):
     refusal: str = ""
 
 
+REPLACED_MAX = 256
+"""The most replaced rows in one message, so that it can always be sent."""
+
+
 class MemberProgress(Struct, frozen=True):
     """The progress of one rank. `began` is the place where the rank began to read, None before
     that. `mix` are the weights of its last stream over a mixture, which began at `mix_from`.
     `promise` is its answer to the present proposal of other weights, and `known_entry` the last
     ledger entry of other weights that its node knows. `replaced` are rows of the job that were
-    replaced by other rows, as far as its node has found them.
+    replaced by other rows, as far as its node has found them, REPLACED_MAX at most.
     """
 
     job_id: str
